@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
+
+.PHONY: setup demo test check protos bench-engine clean
+
+setup: $(VENV)/.ready
+
+# torch goes first and from the constraints, so that a plain CPU machine gets the CPU build and nixl finds it.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip==26.3"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/kvferry demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh protos/generate.sh --check
+
+protos: setup
+	PATH="$(CURDIR)/$(BIN):$$PATH" sh protos/generate.sh
+
+bench-engine: setup
+	$(BIN)/python -m benchmarks.engine
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

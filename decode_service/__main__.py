@@ -1,0 +1,38 @@
+"""A decode worker as a process: `kvferry decode` or `python -m decode_service`."""
+
+from __future__ import annotations
+
+import tyro
+
+from decode_service.config import DecodeConfig
+from decode_service.ticket_closer import TicketCloser
+from decode_service.worker import DecodeWorker
+from engine.errors import ModelLoadError
+from kv_transfer.errors import TransferError
+from protos import worker_pb2
+from rpc.config import ConfigError
+from rpc.process import run_process
+from rpc.server import PortInUse
+from worker.process import WorkerParts, run_worker
+
+EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
+
+
+def serve(config: DecodeConfig) -> int:
+    """Runs the worker until it is told to stop."""
+
+    def build_loop(parts: WorkerParts) -> DecodeWorker:
+        closer = TicketCloser(parts.loop, parts.inbox)
+        return DecodeWorker(parts, parts.runner, closer, config.max_num_sequences, parts.vocab_size)
+
+    return run_worker(config, worker_pb2.TIER_DECODE, 0, build_loop, [])
+
+
+def main() -> None:
+    """Reads the command line and runs."""
+    config = tyro.cli(tyro.conf.OmitArgPrefixes[DecodeConfig], description=DecodeConfig.__doc__)
+    run_process(lambda: serve(config), EXPECTED_ERRORS)
+
+
+if __name__ == "__main__":
+    main()

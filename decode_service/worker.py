@@ -1,0 +1,289 @@
+"""The decode worker's loop: receive, schedule, run, deliver.
+
+The life of a request here:
+
+1. *reserved*   ReserveCommand came, pages are set aside and open to one writer, the router has the ticket.
+2. *receiving*  notifications account for pages; the last brings the first token.
+3. *running*    every page is here; one token per step. No prompt token is ever computed here.
+4. *released*   it ended. Pages that the writer may still touch are quarantined until it let go for sure.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from decode_service.scheduler import DecodeScheduler, DecodeStep
+from decode_service.ticket_closer import TicketCloser, Writer
+from engine.model_runner import StepLogits, StepRunner
+from engine.sampler import sample
+from engine.sequence import Sequence
+from kv_transfer.base import Notification
+from kv_transfer.tickets import IncomingTicket, TicketKey
+from protos import kv_pb2, worker_pb2
+from worker.inbox import InboxMessage, SessionClosed, SessionCommand, Stop, WriterGone
+from worker.process import WorkerParts
+from worker.request import StopRule, check_token_ids, sampling_params
+from worker.stamps import Stamps
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Request:
+    """One sequence and where its pages come from."""
+
+    session_id: int
+    sequence: Sequence
+    ticket: IncomingTicket
+    writer: Writer
+    stop: StopRule
+    stamps: Stamps = field(default_factory=Stamps)
+    num_computed_prompt_tokens: int = 0
+
+
+class DecodeWorker:
+    """Owns scheduler, page pool and requests; only its thread touches them."""
+
+    def __init__(
+        self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, max_num_sequences: int, vocab_size: int
+    ) -> None:
+        self._parts, self._runner, self._closer, self._vocab_size = parts, runner, closer, vocab_size
+        self._scheduler = DecodeScheduler(parts.pool, parts.page_size, max_num_sequences)
+        self._requests: dict[TicketKey, _Request] = {}
+        self._by_sequence: dict[str, _Request] = {}
+        self._quarantined: dict[TicketKey, IncomingTicket] = {}
+        self._last_load: worker_pb2.LoadReport | None = None
+
+    def run(self) -> None:
+        """Runs until a Stop message."""
+        step: DecodeStep | None = None
+        while self._receive(wait=step is None):
+            step = self._scheduler.schedule()
+            if step is not None:
+                self._run_and_deliver(step)
+            self._report_load()
+            self._parts.sessions.flush()
+
+    def _run_and_deliver(self, step: DecodeStep) -> None:
+        started = time.monotonic()
+        for entry in step.batch:
+            request = self._by_sequence[entry.sequence.sequence_id]
+            request.stamps.reach(worker_pb2.STAGE_DECODE_STARTED)
+            if entry.sequence.num_computed_tokens < entry.sequence.num_prompt_tokens:
+                request.num_computed_prompt_tokens += entry.num_new_tokens
+        try:
+            logits = self._runner.run(step.batch)
+            self._deliver(step, logits)
+        except Exception as error:
+            log.exception("a decode step failed")
+            for entry in step.batch:
+                failed = self._by_sequence.get(entry.sequence.sequence_id)
+                if failed is not None:
+                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the decode step failed: {error}", retryable=False)
+        self._parts.metrics.step_seconds.observe(time.monotonic() - started)
+
+    # receive
+
+    def _receive(self, wait: bool) -> bool:
+        """Handles what arrived. False: stop."""
+        for message in self._parts.inbox.take(wait):
+            if isinstance(message, Stop):
+                return False
+            self._handle(message)
+        self._parts.transfers.expect(any(not r.ticket.is_terminal for r in self._requests.values()))
+        return True
+
+    def _handle(self, message: InboxMessage) -> None:
+        match message:
+            case SessionCommand(session_id, request):
+                self._handle_command(session_id, request)
+            case SessionClosed(session_id):
+                for request in [r for r in self._requests.values() if r.session_id == session_id]:
+                    self._release(request)
+                    self._parts.metrics.count_end("aborted")
+            case Notification(sender, payload):
+                self._on_notification(sender, payload)
+            case WriterGone(request_id, attempt, reason):
+                self._on_writer_gone((request_id, attempt), reason)
+
+    def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
+        match request.WhichOneof("command"):
+            case "reserve":
+                self._reserve(session_id, request.reserve)
+            case "abort":
+                found = self._requests.get((request.abort.request_id, request.abort.attempt))
+                if found is not None and found.session_id == session_id:
+                    self._release(found)
+                    self._parts.metrics.count_end("aborted")
+            case other:
+                log.warning("ignored a command that is not for a decode worker", extra={"command": other})
+
+    def _reserve(self, session_id: int, command: worker_pb2.ReserveCommand) -> None:
+        key = (command.request_id, command.attempt)
+        sequence = Sequence(
+            sequence_id=f"{command.request_id}#{command.attempt}",
+            token_ids=list(command.token_ids),
+            num_prompt_tokens=command.num_prompt_tokens,
+            sampling=sampling_params(command.sampling),
+        )
+        max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
+        refusal = check_token_ids(command.token_ids, command.num_prompt_tokens, self._vocab_size)
+        if key in self._requests or key in self._quarantined:
+            refusal = f"request {command.request_id}, attempt {command.attempt}, is known already"
+        elif not self._scheduler.can_ever_fit(max_num_tokens):
+            refusal = (
+                f"prompt and answer need {self._scheduler.pages_needed(max_num_tokens)} pages, "
+                f"the decode worker has {self._parts.pool.num_pages}"
+            )
+        if refusal is not None:
+            self._send_failure(session_id, key, grpc.StatusCode.INVALID_ARGUMENT, refusal, retryable=False)
+            return
+        shortage = self._scheduler.reserve(sequence, max_num_tokens)
+        if shortage is not None:
+            refused = worker_pb2.RefusedEvent(request_id=key[0], attempt=key[1], short_of=shortage)
+            self._parts.sessions.add(session_id, worker_pb2.SessionResponse(refused=refused))
+            return
+        ticket = IncomingTicket(*key, list(sequence.page_table), command.writer_agent_name)
+        self._parts.pool.open_to_writer(ticket.page_ids)
+        writer = Writer(command.writer_agent_name, command.writer_incarnation_id, command.writer_address)
+        request = _Request(session_id, sequence, ticket, writer, StopRule(command.stop))
+        self._requests[key] = request
+        self._by_sequence[sequence.sequence_id] = request
+        request.stamps.reach(worker_pb2.STAGE_RESERVED)
+        reserved = worker_pb2.ReservedEvent(
+            request_id=key[0],
+            attempt=key[1],
+            ticket=kv_pb2.PageTicket(
+                request_id=key[0],
+                attempt=key[1],
+                agent_name=self._parts.agent_name,
+                page_ids=ticket.page_ids,
+                lease_ms=command.deadline_ms,
+            ),
+            stamps=request.stamps.take(),
+        )
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(reserved=reserved))
+
+    def _on_notification(self, sender: str, payload: bytes) -> None:
+        try:
+            notification = kv_pb2.KvNotification.FromString(payload)
+        except DecodeError:
+            self._parts.metrics.ignored_notifications.inc()
+            return
+        key = (notification.request_id, notification.attempt)
+        request = self._requests.get(key)
+        ticket = request.ticket if request is not None else self._quarantined.get(key)
+        if ticket is None or ticket.writer_agent_name != sender or not ticket.accept(notification):
+            self._parts.metrics.ignored_notifications.inc()
+            return
+        if not ticket.is_terminal:
+            return
+        self._parts.pool.close_to_writer(ticket.page_ids)
+        if request is None:
+            del self._quarantined[key]
+        elif ticket.is_complete:
+            self._start(request)
+        else:
+            self._fail(request, grpc.StatusCode.UNAVAILABLE, f"prefill gave up: {ticket.close_reason}", retryable=True)
+
+    def _start(self, request: _Request) -> None:
+        """All KV is here: decoding goes on from the first token."""
+        sequence = request.sequence
+        assert request.ticket.first_token is not None
+        request.stamps.reach(worker_pb2.STAGE_TRANSFER_FINISHED)
+        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.token_ids.append(request.ticket.first_token)
+        self._scheduler.start(sequence)
+
+    # deliver
+
+    def _deliver(self, step: DecodeStep, logits: StepLogits) -> None:
+        """One message per router with the new tokens of all of its sequences."""
+        assert logits.logits is not None  # every decode step samples
+        sequences = [entry.sequence for entry in logits.scheduled]
+        chosen = sample(logits.logits, sequences)
+        self._scheduler.update(step)
+        outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
+        for sequence, token in zip(sequences, chosen, strict=True):
+            request = self._by_sequence[sequence.sequence_id]
+            if token is None:
+                self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
+            else:
+                outputs[request.session_id].append(self._append_token(request, token))
+        for session_id, of_session in outputs.items():
+            event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
+            self._parts.sessions.add(session_id, event)
+
+    def _append_token(self, request: _Request, token: int) -> worker_pb2.TokenOutput:
+        sequence = request.sequence
+        sequence.token_ids.append(token)
+        self._parts.metrics.output_tokens.inc()
+        finish_reason = request.stop.finish_reason(sequence)
+        if finish_reason:
+            request.stamps.reach(worker_pb2.STAGE_FINISHED)
+        output = worker_pb2.TokenOutput(
+            request_id=request.ticket.key[0],
+            attempt=request.ticket.key[1],
+            first_index=sequence.num_output_tokens - 1,
+            token_ids=[token],
+            finish_reason=finish_reason,
+            stamps=request.stamps.take(),
+        )
+        if finish_reason:
+            output.num_computed_prompt_tokens = request.num_computed_prompt_tokens
+            self._release(request)
+            self._parts.metrics.count_end("finished")
+        return output
+
+    # ends
+
+    def _fail(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
+        """Ends a request and tells the router why."""
+        self._send_failure(request.session_id, request.ticket.key, code, message, retryable)
+        self._release(request)
+        self._parts.metrics.count_end("failed")
+
+    def _release(self, request: _Request) -> None:
+        """Forgets a request. If its writer may still write, the pages wait in quarantine and the writer is asked."""
+        del self._requests[request.ticket.key]
+        del self._by_sequence[request.sequence.sequence_id]
+        self._scheduler.release(request.sequence)
+        if not request.ticket.is_terminal:
+            self._quarantined[request.ticket.key] = request.ticket
+            self._closer.close(self._parts.agent_name, *request.ticket.key, request.writer)
+
+    def _on_writer_gone(self, key: TicketKey, reason: str) -> None:
+        ticket = self._quarantined.pop(key, None)
+        if ticket is not None:
+            self._parts.pool.close_to_writer(ticket.page_ids)
+            log.debug("pages left quarantine", extra={"request_id": key[0], "attempt": key[1], "reason": reason})
+
+    def _send_failure(
+        self, session_id: int, key: TicketKey, code: grpc.StatusCode, message: str, retryable: bool
+    ) -> None:
+        failure = worker_pb2.RequestFailedEvent(
+            request_id=key[0], attempt=key[1], status_code=code.value[0], message=message, retryable=retryable
+        )
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(request_failed=failure))
+
+    def _report_load(self) -> None:
+        scheduler, counts = self._scheduler, self._parts.pool.counts()
+        self._parts.metrics.set_sequences(
+            receiving=scheduler.num_sequences - scheduler.num_running, running=scheduler.num_running
+        )
+        load = worker_pb2.LoadReport(
+            free_pages=counts.free,
+            promised_pages=scheduler.promised_pages,
+            num_sequences=scheduler.num_sequences,
+            quarantined_pages=counts.quarantined,
+        )
+        if load != self._last_load:
+            self._last_load = load
+            for session_id in self._parts.sessions.all_ids():
+                self._parts.sessions.add(session_id, worker_pb2.SessionResponse(load=load))

@@ -1,0 +1,316 @@
+"""Loads a `transformers` model so that its attention runs over pages, and finds out what it needs.
+
+What can't run is refused here, with the reason, never during a request:
+a probe runs the model once on a few tokens and records what each layer asks of attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from engine.attention.base import AttentionOptions, AttentionPlan
+from engine.config import EngineConfig
+from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.kv_cache import KvShape
+from engine.packed_linear import pack_linears
+
+ATTENTION_NAME = "kvferry_paged"
+PLAN_KEYWORD = "kvferry_plan"
+
+# Keywords that attention functions get and that ask for nothing beyond what the plan does.
+_HARMLESS_KEYWORDS = frozenset(
+    {PLAN_KEYWORD, "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions"}
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# RoPE kinds whose frequencies depend on the longest sequence of a step: one request would change another's.
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What must be equal on two workers before pages of one mean anything to the other."""
+
+    config_hash: str
+    weights_hash: str
+    tokenizer_hash: str
+    rope: str
+    """RoPE parameters as canonical JSON."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """How many weights a token meets on its way; for speed bounds."""
+
+    body: int
+    """All but the embedding and the LM head."""
+    head: int
+    """The LM head, which only sampled tokens meet."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what was found out about it."""
+
+    model: Any
+    kv_shape: KvShape
+    dtype: torch.dtype
+    vocab_size: int
+    num_parameters: ParameterCounts
+    max_model_len: int
+    """Longest sequence in tokens."""
+    eos_token_ids: tuple[int, ...]
+    identity: ModelIdentity
+
+
+def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+    """The element type meant by `name`; "auto" is bfloat16 where the processor computes in it, else float32."""
+    if name != "auto":
+        return _DTYPES[name]
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if _processor_has_bfloat16() else torch.float32
+
+
+def _processor_has_bfloat16() -> bool:
+    """Whether the processor has bf16 instructions; without them bf16 is slower than fp32."""
+    if platform.system() != "Linux":
+        return False
+    flags = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Feat"))), ""
+    )
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Loads the model in folder `config.model`.
+
+    Raises ModelLoadError if the folder can't be used, UnsupportedModelError if the model can't be run.
+    """
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(f"--model {config.model}: no config.json there; it must be the folder of a prepared model")
+    dtype = resolve_dtype(config.dtype, config.device)
+    try:
+        hf_config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError) as error:
+        raise ModelLoadError(f"--model {config.model}: its config.json can't be read: {error}") from error
+    text_config = hf_config.get_text_config()
+    max_model_len = _max_model_len(config, text_config)
+    _refuse_foreign_state(text_config)
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        raise ModelLoadError(f"--model {config.model} can't be loaded: {error}") from error
+    model = model.to(config.device).eval().requires_grad_(False)
+    vocab_size, num_parameters = _sizes(model)
+    pack_linears(model)
+    shape = _probe(model, text_config)
+    return LoadedModel(
+        model=model,
+        kv_shape=shape,
+        dtype=dtype,
+        vocab_size=vocab_size,
+        num_parameters=num_parameters,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids(folder),
+        identity=_identity(folder, hf_config, text_config),
+    )
+
+
+def _sizes(model: Any) -> tuple[int, ParameterCounts]:
+    """Vocabulary size, and parameters of body and LM head."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    body = sum(p.numel() for p in model.parameters()) - embedding.numel()
+    if head.data_ptr() != embedding.data_ptr():
+        body -= head.numel()
+    return head.shape[0], ParameterCounts(body, head.numel())
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function registered with `transformers`.
+
+    query, key, value: [1, heads, num_tokens, head_dim], one flat row of all sequences of the step.
+    Returns ([1, num_tokens, num_heads, head_dim], None).
+    Raises UnsupportedModelError for a keyword it does not know: ignoring one would give wrong text.
+    """
+    unknown = [name for name, given in keywords.items() if name not in _HARMLESS_KEYWORDS and given is not None]
+    if unknown:
+        raise UnsupportedModelError(f"its attention needs {', '.join(sorted(unknown))}, which paged attention lacks")
+    if attention_mask is not None:
+        raise UnsupportedModelError("its attention brings a mask of its own, which paged attention can't honour")
+    plan: AttentionPlan = keywords[PLAN_KEYWORD]
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
+    output = plan.attend(
+        module.layer_idx, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), options
+    )
+    return output.unsqueeze(0), None
+
+
+class _ProbePlan:
+    """Records what each layer brings to attention instead of computing it."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[int, int, int]] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Notes the shape of a layer's keys and values; the output's values do not matter."""
+        if layer in self.layers:
+            raise UnsupportedModelError(f"layer {layer} attends twice per token")
+        if query.shape[1] % key.shape[1]:
+            raise UnsupportedModelError(f"{query.shape[1]} query heads can't share {key.shape[1]} KV heads evenly")
+        self.layers[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
+
+
+def _probe(model: Any, text_config: Any) -> KvShape:
+    plan = _ProbePlan()
+    num_tokens = 3
+    name = text_config.model_type
+    positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
+    try:
+        with torch.inference_mode():
+            model(
+                input_ids=torch.zeros_like(positions),
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=1,
+                **{PLAN_KEYWORD: plan},
+            )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"model type {name} can't be served: {error}") from error
+    except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UnsupportedModelError(f"model type {name} can't be served, its forward pass failed: {error}") from error
+    num_layers = text_config.num_hidden_layers
+    if sorted(plan.layers) != list(range(num_layers)):
+        missing = sorted(set(range(num_layers)) - set(plan.layers))
+        raise UnsupportedModelError(
+            f"model type {name} can't be served: layers {missing[:4]} keep state other than paged keys and values"
+        )
+    shapes = set(plan.layers.values())
+    if len(shapes) > 1:
+        raise UnsupportedModelError(
+            f"model type {name} can't be served: its layers differ in KV shape: {sorted(shapes)}"
+        )
+    num_kv_heads, key_dim, value_dim = shapes.pop()
+    if key_dim != value_dim:
+        raise UnsupportedModelError(
+            f"model type {name} can't be served: keys have {key_dim} elements per head, values {value_dim}"
+        )
+    return KvShape(num_layers, num_kv_heads, key_dim)
+
+
+def _refuse_foreign_state(text_config: Any) -> None:
+    known = {"full_attention", "sliding_attention"}
+    foreign = sorted(set(getattr(text_config, "layer_types", None) or []) - known)
+    if foreign:
+        raise UnsupportedModelError(
+            f"model type {text_config.model_type} can't be served: it has layers of kind {', '.join(foreign)}; "
+            f"known are {', '.join(sorted(known))}"
+        )
+
+
+def _max_model_len(config: EngineConfig, text_config: Any) -> int:
+    trained: int = getattr(text_config, "max_position_embeddings", None) or 2048
+    wanted = config.max_model_len or trained
+    if wanted > trained:
+        raise ModelLoadError(f"--max-model-len is {wanted}, but the model was trained for {trained} tokens")
+    for rope in _rope_parameters(text_config):
+        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            original: int = rope.get("original_max_position_embeddings") or trained
+            if config.max_model_len is None:
+                wanted = min(wanted, original)
+            elif wanted > original:
+                raise UnsupportedModelError(
+                    f"--max-model-len is {wanted}, but this model's {rope['rope_type']} RoPE changes beyond {original} "
+                    f"tokens with the longest request of a step; use --max-model-len {original} or less"
+                )
+    return wanted
+
+
+def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
+    """RoPE parameters, one entry per kind of layer that has its own."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return [value for value in rope.values() if isinstance(value, dict)]
+    return [rope]
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids that end an answer: those of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            ids = json.loads((folder / name).read_text()).get("eos_token_id")
+            if ids is not None:
+                return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def _identity(folder: Path, hf_config: Any, text_config: Any) -> ModelIdentity:
+    config = {
+        name: value
+        for name, value in hf_config.to_dict().items()
+        if name not in {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
+    }
+    rope = json.dumps(_rope_parameters(text_config), sort_keys=True, default=str)
+    return ModelIdentity(
+        config_hash=_sha256(json.dumps(config, sort_keys=True, default=str).encode()),
+        weights_hash=_weights_hash(folder),
+        tokenizer_hash=_file_hash(folder / "tokenizer.json"),
+        rope=rope,
+    )
+
+
+def _weights_hash(folder: Path) -> str:
+    """Tells checkpoints apart without reading them whole: sizes, headers and samples of each safetensors file."""
+    digest = hashlib.sha256()
+    sample_bytes, num_samples = 4096, 64
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            for offset in range(0, size, max(1, size // num_samples)):
+                file.seek(offset)
+                digest.update(file.read(sample_bytes))
+    return digest.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    return _sha256(path.read_bytes()) if path.is_file() else ""
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def set_threads(threads: int | None) -> int:
+    """Fixes the number of compute threads of this process; unset means one per usable core. Returns it."""
+    number = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(number)
+    return number

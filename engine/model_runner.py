@@ -1,0 +1,71 @@
+"""Runs one step: a flat row of new tokens of many sequences through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.attention.base import AttentionBackend
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.kv_cache import KvCache
+from engine.loader import PLAN_KEYWORD, LoadedModel
+from engine.sequence import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """Logits of the sequences whose last known token was computed in a step."""
+
+    scheduled: list[ScheduledSequence]
+    """The sampled ones, in batch order."""
+    logits: torch.Tensor | None
+    """[len(scheduled), vocab_size] float32; None if nothing is sampled."""
+
+
+class StepRunner(Protocol):
+    """What a worker's loop needs of the model: the real runner, or a scripted one in tests."""
+
+    def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
+        """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence."""
+        ...
+
+
+class ModelRunner:
+    """Runs a `transformers` model over a paged KV cache."""
+
+    def __init__(self, loaded: LoadedModel, kv_cache: KvCache, backend: AttentionBackend | None = None) -> None:
+        self._model: Any = loaded.model
+        self._device = kv_cache.tensor.device
+        self._backend: AttentionBackend = backend or TorchPagedAttention(kv_cache)
+
+    @torch.inference_mode()
+    def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
+        """See `StepRunner.run`. Pages for all new tokens must be in the page tables."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        sampled: list[ScheduledSequence] = []
+        sampled_rows: list[int] = []
+        for entry in batch:
+            start = entry.sequence.num_computed_tokens
+            end = start + entry.num_new_tokens
+            token_ids += entry.sequence.token_ids[start:end]
+            positions += range(start, end)
+            if entry.is_sampled:
+                sampled.append(entry)
+                sampled_rows.append(len(token_ids) - 1)
+        inputs = {
+            "input_ids": torch.tensor([token_ids], device=self._device),
+            "position_ids": torch.tensor([positions], device=self._device),
+            "use_cache": False,
+            PLAN_KEYWORD: self._backend.plan(batch),
+        }
+        if not sampled:
+            # A middle chunk: the body only, the LM head never runs.
+            self._model.base_model(**inputs)
+            return StepLogits([], None)
+        rows = torch.tensor(sampled_rows, device=self._device)
+        logits = self._model(**inputs, logits_to_keep=rows).logits[0]
+        return StepLogits(sampled, logits.float())

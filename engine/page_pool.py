@@ -1,0 +1,143 @@
+"""Who owns which page. Ids and counts only; the memory is `kv_cache`'s.
+
+A page has up to two kinds of owner: sequences that *hold* it, and transfers that may touch it.
+It is free only when both let go:
+
+    free ── allocate ──> held ── release, a transfer still open ──> pinned or quarantined
+      ^                   │                                             │
+      └───────────────────┴── release ──────────── transfer ended ──────┘
+
+*pinned*: one of our own writes may still read the page. *quarantined*: a foreign writer may still write to it.
+At every moment ``free + held + cached + pinned + quarantined == total``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine.errors import PagePoolError
+
+
+@dataclass(frozen=True)
+class PageCounts:
+    """Pages by owner. They add up to the pool."""
+
+    free: int
+    held: int
+    cached: int
+    pinned: int
+    quarantined: int
+
+    @property
+    def total(self) -> int:
+        """All pages of the pool."""
+        return self.free + self.held + self.cached + self.pinned + self.quarantined
+
+
+class PagePool:
+    """Hands out pages and takes them back. Not thread-safe: one thread owns it."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        # Lowest id first, so that pages handed out together tend to be neighbours and travel as one run.
+        self._free = list(range(num_pages))
+        self._holders = [0] * num_pages
+        self._readers = [0] * num_pages
+        self._writers = [0] * num_pages
+        self._num_held = 0
+        self._num_pinned = 0
+        self._num_quarantined = 0
+
+    def __repr__(self) -> str:
+        counts = self.counts()
+        parts = [f"{counts.free} free", f"{counts.held} held"]
+        parts += [f"{n} {name}" for name, n in (("pinned", counts.pinned), ("quarantined", counts.quarantined)) if n]
+        return f"<PagePool {', '.join(parts)}>"
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages only a foreign writer may still touch."""
+        return self._num_quarantined
+
+    def counts(self) -> PageCounts:
+        """Pages by owner."""
+        return PageCounts(len(self._free), self._num_held, 0, self._num_pinned, self._num_quarantined)
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """Takes pages for one holder, neighbours where possible. None: not now."""
+        if num_pages > len(self._free):
+            return None
+        page_ids = [heapq.heappop(self._free) for _ in range(num_pages)]
+        for page in page_ids:
+            self._holders[page] = 1
+        self._num_held += num_pages
+        return page_ids
+
+    def release(self, page_ids: Iterable[int]) -> None:
+        """A holder lets go."""
+        for page in page_ids:
+            self._forget(page)
+            if self._holders[page] == 0:
+                self._remember(page)
+                raise PagePoolError(f"page {page} is released by a holder it does not have")
+            self._holders[page] -= 1
+            self._remember(page)
+
+    def pin(self, page_ids: Iterable[int]) -> None:
+        """One of our writes is about to read these pages; they must be held."""
+        self._add_owner(self._readers, page_ids)
+
+    def unpin(self, page_ids: Iterable[int]) -> None:
+        """That write ended."""
+        self._drop_owner(self._readers, page_ids)
+
+    def open_to_writer(self, page_ids: Iterable[int]) -> None:
+        """A foreign writer may write to these pages from now on; they must be held."""
+        self._add_owner(self._writers, page_ids)
+
+    def close_to_writer(self, page_ids: Iterable[int]) -> None:
+        """That writer will not touch them again."""
+        self._drop_owner(self._writers, page_ids)
+
+    def _add_owner(self, owners: list[int], page_ids: Iterable[int]) -> None:
+        for page in page_ids:
+            if self._holders[page] == 0:
+                raise PagePoolError(f"page {page} is given to a transfer but nobody holds it")
+            owners[page] += 1
+
+    def _drop_owner(self, owners: list[int], page_ids: Iterable[int]) -> None:
+        for page in page_ids:
+            if owners[page] == 0:
+                raise PagePoolError(f"page {page} is let go by a transfer that does not own it")
+            self._forget(page)
+            owners[page] -= 1
+            self._remember(page)
+
+    def _forget(self, page: int) -> None:
+        """Takes an owned page out of the counts, before its owners change."""
+        if self._holders[page]:
+            self._num_held -= 1
+        elif self._writers[page]:
+            self._num_quarantined -= 1
+        elif self._readers[page]:
+            self._num_pinned -= 1
+        else:
+            raise PagePoolError(f"page {page} is free already")
+
+    def _remember(self, page: int) -> None:
+        """Puts a page back into the counts, after its owners changed."""
+        if self._holders[page]:
+            self._num_held += 1
+        elif self._writers[page]:
+            self._num_quarantined += 1
+        elif self._readers[page]:
+            self._num_pinned += 1
+        else:
+            heapq.heappush(self._free, page)

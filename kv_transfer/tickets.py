@@ -1,0 +1,119 @@
+"""The two ends of a page ticket, as plain state: no clock, thread or socket.
+
+    owner (decode)                          writer (prefill)
+    open ── pages arrive, in any order      open ── next_write() as pages are finished
+     │        all there and first token      │        write_ended() for each
+     ├──────> complete                       ├──────> finished: everything was written
+     └─ closed by the writer                 └─ stop(): nothing more is started; terminal once open writes ended
+
+Neither end trusts order: the owner counts pages, the writer counts open writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protos import kv_pb2
+
+TicketKey = tuple[str, int]
+"""(request id, attempt)"""
+
+
+class IncomingTicket:
+    """The owner's view: which pages have arrived."""
+
+    def __init__(self, request_id: str, attempt: int, page_ids: list[int], writer_agent_name: str) -> None:
+        self.key: TicketKey = (request_id, attempt)
+        self.page_ids = page_ids
+        self.writer_agent_name = writer_agent_name
+        self.first_token: int | None = None
+        self.is_closed = False
+        self.close_reason = ""
+        self._missing = set(range(len(page_ids)))
+
+    @property
+    def is_complete(self) -> bool:
+        """Every page is accounted for and the first token is known: decode may start."""
+        return not self._missing and self.first_token is not None
+
+    @property
+    def is_terminal(self) -> bool:
+        """The writer will not touch the pages again."""
+        return self.is_closed or self.is_complete
+
+    def accept(self, notification: kv_pb2.KvNotification) -> bool:
+        """Takes note of what the writer says. False if it told nothing new: a duplicate, or out of range."""
+        first, count = notification.first_page, notification.num_pages
+        if first + count > len(self.page_ids) or self.is_terminal:
+            return False
+        news = not self._missing.isdisjoint(range(first, first + count))
+        self._missing.difference_update(range(first, first + count))
+        if notification.HasField("first_token") and self.first_token is None:
+            self.first_token = notification.first_token.token_id
+            news = True
+        if notification.closed:
+            self.is_closed, self.close_reason = True, notification.close_reason
+            news = True
+        return news
+
+
+@dataclass(frozen=True)
+class TicketWrite:
+    """The next pages to send: places in the ticket, and the message that follows them."""
+
+    first_page: int
+    num_pages: int
+    payload: bytes
+
+
+class OutgoingTicket:
+    """The writer's view: what was sent, what is open."""
+
+    def __init__(self, ticket: kv_pb2.PageTicket) -> None:
+        self.request_id, self.attempt = ticket.request_id, ticket.attempt
+        self.key: TicketKey = (ticket.request_id, ticket.attempt)
+        self.agent_name = ticket.agent_name
+        self.page_ids = tuple(ticket.page_ids)
+        self.first_page_index = ticket.first_page_index
+        self.num_posted = 0
+        self.num_open_writes = 0
+        self.is_stopped = False
+
+    @property
+    def is_terminal(self) -> bool:
+        """The pages will not be touched again by us."""
+        return self.num_open_writes == 0 and (self.is_stopped or self.num_posted == len(self.page_ids))
+
+    def next_write(self, num_finished_pages: int, first_token: int | None = None) -> TicketWrite | None:
+        """What to send now that the first `num_finished_pages` pages of the prompt are final.
+
+        None if there is nothing to say. The first token goes with the last pages.
+        """
+        if self.is_stopped:
+            return None
+        end = min(max(num_finished_pages - self.first_page_index, self.num_posted), len(self.page_ids))
+        first, count = self.num_posted, end - self.num_posted
+        if count == 0 and first_token is None:
+            return None
+        message = kv_pb2.KvNotification(
+            request_id=self.request_id, attempt=self.attempt, first_page=first, num_pages=count
+        )
+        if first_token is not None:
+            message.first_token.token_id = first_token
+        self.num_posted = end
+        self.num_open_writes += 1
+        return TicketWrite(first, count, message.SerializeToString())
+
+    def write_ended(self) -> None:
+        """A write that `next_write` asked for is terminal."""
+        self.num_open_writes -= 1
+
+    def stop(self) -> None:
+        """Starts nothing more on this ticket."""
+        self.is_stopped = True
+
+    def closed_message(self, reason: str) -> bytes:
+        """The message that lets the owner reuse the pages; to be sent once terminal."""
+        return kv_pb2.KvNotification(
+            request_id=self.request_id, attempt=self.attempt, closed=True, close_reason=reason
+        ).SerializeToString()

@@ -1,0 +1,224 @@
+"""The thread that owns a transport: posts writes, drives progress, hears notifications.
+
+It has its own clock, so transfers never wait for a model step. While something is open it looks often; with
+nothing open, rarely: NIXL's own progress thread would spin and take a whole core.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.base import Notification, Transport, WriteHandle, WriteState
+from kv_transfer.errors import TransferError
+from protos import kv_pb2
+
+log = logging.getLogger(__name__)
+
+BUSY_SECONDS = 0.0005
+"""Time between looks while a write is open or one is expected."""
+IDLE_SECONDS = 0.02
+"""Time between looks otherwise: bounds how long a first message of a new peer waits."""
+
+
+@dataclass(frozen=True)
+class PageWrite:
+    """Pages to write to a peer. `tag` comes back with the result."""
+
+    tag: object
+    agent_name: str
+    local_pages: tuple[int, ...]
+    remote_pages: tuple[int, ...]
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class WriteEnded:
+    """A write is terminal: its pages are not read any more."""
+
+    write: PageWrite
+    ok: bool
+    started: float
+    """time.monotonic() when it was posted."""
+    ended: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PeerConnected:
+    """A peer can be written to."""
+
+    agent_name: str
+
+
+@dataclass(frozen=True)
+class PeerFailed:
+    """A peer can't be written to (any more). Everything open towards it has ended."""
+
+    agent_name: str
+    reason: str
+
+
+TransferEvent = WriteEnded | PeerConnected | PeerFailed | Notification
+
+
+@dataclass(frozen=True)
+class _Connect:
+    endpoint: kv_pb2.TransferEndpoint
+
+
+@dataclass(frozen=True)
+class _Disconnect:
+    agent_name: str
+
+
+@dataclass(frozen=True)
+class _Notify:
+    agent_name: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class _Stop:
+    pass
+
+
+_Command = PageWrite | _Connect | _Disconnect | _Notify | _Stop
+
+
+@dataclass
+class _OpenWrite:
+    write: PageWrite
+    handle: WriteHandle
+    started: float
+
+
+class TransferThread:
+    """Runs a transport. Its methods may be called from any thread; events come on its own."""
+
+    def __init__(self, transport: Transport, deliver: Callable[[TransferEvent], None]) -> None:
+        """deliver: called on this thread for every event; must not block."""
+        self._transport, self._deliver = transport, deliver
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._open: list[_OpenWrite] = []
+        self._expecting = False
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """Waits for open writes to end, then closes the transport."""
+        self._commands.put(_Stop())
+        self._thread.join(timeout)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs; if it does not, nothing can be moved."""
+        return self._thread.is_alive()
+
+    def connect(self, endpoint: kv_pb2.TransferEndpoint) -> None:
+        """Answers with PeerConnected or PeerFailed."""
+        self._commands.put(_Connect(endpoint))
+
+    def disconnect(self, agent_name: str) -> None:
+        """Forgets a peer."""
+        self._commands.put(_Disconnect(agent_name))
+
+    def write(self, write: PageWrite) -> None:
+        """Answers with WriteEnded, always."""
+        self._commands.put(write)
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        """Sends a message without data; answers with PeerFailed if that can't be done."""
+        self._commands.put(_Notify(agent_name, payload))
+
+    def expect(self, expecting: bool) -> None:
+        """Whether peers are going to write to us, so that it pays to look often."""
+        self._expecting = expecting
+
+    def _run(self) -> None:
+        stopping = False
+        while not (stopping and not self._open):
+            stopping |= self._do_commands()
+            self._poll_writes()
+            try:
+                for notification in self._transport.take_notifications():
+                    self._deliver(notification)
+            except Exception:
+                # A broken connection may show here; the write that used it ends on its own.
+                log.exception("reading notifications failed")
+                time.sleep(IDLE_SECONDS)
+        self._transport.close()
+
+    def _do_commands(self) -> bool:
+        """Waits for a command, but no longer than until the next look. Returns whether to stop."""
+        try:
+            command = self._commands.get(timeout=BUSY_SECONDS if self._open or self._expecting else IDLE_SECONDS)
+            while True:
+                if isinstance(command, _Stop):
+                    return True
+                self._do(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return False
+
+    def _do(self, command: _Command) -> None:
+        match command:
+            case PageWrite():
+                self._post(command)
+            case _Connect(endpoint):
+                try:
+                    self._transport.connect(endpoint)
+                    self._deliver(PeerConnected(endpoint.agent_name))
+                except TransferError as error:
+                    self._deliver(PeerFailed(endpoint.agent_name, str(error)))
+            case _Disconnect(agent_name):
+                self._transport.disconnect(agent_name)
+            case _Notify(agent_name, payload):
+                try:
+                    self._transport.notify(agent_name, payload)
+                except TransferError as error:
+                    self._fail_peer(agent_name, str(error))
+
+    def _post(self, write: PageWrite) -> None:
+        started = time.monotonic()
+        if not write.local_pages:
+            # Nothing to move: complete at once, the message still goes.
+            self._do(_Notify(write.agent_name, write.payload))
+            self._deliver(WriteEnded(write, True, started, started))
+            return
+        try:
+            handle = self._transport.write(write.agent_name, write.local_pages, write.remote_pages, write.payload)
+        except TransferError as error:
+            self._deliver(WriteEnded(write, False, started, time.monotonic(), str(error)))
+            self._fail_peer(write.agent_name, str(error))
+            return
+        self._open.append(_OpenWrite(write, handle, started))
+
+    def _poll_writes(self) -> None:
+        still_open: list[_OpenWrite] = []
+        failed: set[str] = set()
+        for entry in self._open:
+            state = entry.handle.poll()
+            if state is WriteState.IN_PROGRESS:
+                still_open.append(entry)
+                continue
+            ok = state is WriteState.DONE
+            reason = "" if ok else f"a write to agent {entry.write.agent_name} failed"
+            self._deliver(WriteEnded(entry.write, ok, entry.started, time.monotonic(), reason))
+            if not ok:
+                failed.add(entry.write.agent_name)
+        self._open = still_open
+        for agent_name in failed:
+            self._fail_peer(agent_name, f"a write to agent {agent_name} failed")
+
+    def _fail_peer(self, agent_name: str, reason: str) -> None:
+        # The next connect must start afresh: metadata of a peer that was lost once is useless.
+        self._transport.disconnect(agent_name)
+        self._deliver(PeerFailed(agent_name, reason))

@@ -1,0 +1,325 @@
+"""The `kvferry` command. Parsing loads neither torch nor gRPC servers; each command imports what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from decode_service.config import DecodeConfig
+from kvferry.local import ClusterConfig
+from kvferry.models import DEFAULT_MODEL
+from prefill_service.config import PrefillConfig
+from router.config import RouterConfig
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+@dataclass(frozen=True)
+class GenerateCommand:
+    """Sends a prompt to a running router and streams the answer."""
+
+    prompt: Positional[str]
+    """The prompt; "-" reads standard input."""
+    address: str = DEFAULT_ADDRESS
+    """host:port of the router."""
+    chat: bool = True
+    """Send it as a user's message through the model's chat template; --no-chat sends plain text."""
+    max_tokens: int | None = 256
+    """Most output tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float | None = None
+    """Keep the smallest set of tokens whose probability reaches this."""
+    top_k: int | None = None
+    """Keep the k likeliest tokens."""
+    seed: int | None = None
+    """Same seed, same answer."""
+    stop: tuple[str, ...] = ()
+    """End when the text contains one of these."""
+    timeout: float | None = None
+    """Seconds for queue, prefill, transfer and decode together."""
+    json: bool = False
+    """Print text, token ids, usage, timings and KV bytes as JSON at the end instead of streaming."""
+
+
+@dataclass(frozen=True)
+class ChatCommand:
+    """Talks to a running router; an empty line or Ctrl-D ends."""
+
+    address: str = DEFAULT_ADDRESS
+    """host:port of the router."""
+    system: str = ""
+    """A system message to begin with."""
+    max_tokens: int = 512
+    """Most tokens of each answer."""
+    temperature: float = 0.7
+    """0 is greedy."""
+    top_p: float | None = 0.9
+    """Keep the smallest set of tokens whose probability reaches this."""
+    seed: int | None = None
+    """Same seed, same answers."""
+
+
+@dataclass(frozen=True)
+class StatusCommand:
+    """Shows the workers of a running router."""
+
+    address: str = DEFAULT_ADDRESS
+    """host:port of the router."""
+
+
+@dataclass(frozen=True)
+class ModelsCommand:
+    """Lists prepared models, or prepares one."""
+
+    action: Positional[Literal["list", "prepare"]] = "list"
+    """What to do."""
+    model: Positional[str] = DEFAULT_MODEL
+    """What to prepare: name of a built-in model, a GGUF file, a hub id."""
+
+
+@dataclass(frozen=True)
+class DemoCommand:
+    """Starts a cluster, asks it about a long text, shows where the time went, and stops it."""
+
+    model: str = DEFAULT_MODEL
+    """Name of a built-in model, folder, GGUF file or hub id."""
+    max_tokens: int = 120
+    """Most output tokens."""
+
+
+def main() -> None:
+    """Entry point of the command."""
+    commands: dict[str, Callable[..., Any]] = {
+        "up": ClusterConfig,
+        "generate": GenerateCommand,
+        "chat": ChatCommand,
+        "status": StatusCommand,
+        "models": ModelsCommand,
+        "demo": DemoCommand,
+        "router": RouterConfig,
+        "prefill": PrefillConfig,
+        "decode": DecodeConfig,
+    }
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            commands, prog="kvferry", description=__doc__.splitlines()[0], config=(tyro.conf.OmitArgPrefixes,)
+        )
+    except ValueError as error:
+        _exit_with(f"{error}")
+    match command:
+        case RouterConfig():
+            _run_router(command)
+        case PrefillConfig():
+            from prefill_service.__main__ import EXPECTED_ERRORS, serve
+
+            _run_worker(command, serve, EXPECTED_ERRORS)
+        case DecodeConfig():
+            from decode_service.__main__ import EXPECTED_ERRORS, serve
+
+            _run_worker(command, serve, EXPECTED_ERRORS)
+        case ClusterConfig():
+            sys.exit(_up(command))
+        case GenerateCommand():
+            sys.exit(_generate(command))
+        case ChatCommand():
+            sys.exit(_chat(command))
+        case StatusCommand():
+            sys.exit(_status(command))
+        case ModelsCommand():
+            sys.exit(_models(command))
+        case DemoCommand():
+            from kvferry.demo import run_demo
+
+            sys.exit(run_demo(command.model, command.max_tokens))
+
+
+def _exit_with(message: str) -> None:
+    print(f"kvferry: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _folder_of(model: str) -> str:
+    from kvferry.models import ModelUnavailable, resolve_model
+
+    try:
+        return str(resolve_model(model))
+    except ModelUnavailable as error:
+        _exit_with(str(error))
+        raise
+
+
+def _run_router(config: RouterConfig) -> None:
+    from router.__main__ import EXPECTED_ERRORS, serve
+    from rpc.process import run_process
+
+    name = config.served_model_name or Path(config.model).name
+    config = dataclasses.replace(config, model=_folder_of(config.model), served_model_name=name)
+    run_process(lambda: serve(config), EXPECTED_ERRORS)
+
+
+def _run_worker(config: Any, serve: Callable[[Any], int], expected_errors: tuple[type[Exception], ...]) -> None:
+    from rpc.process import run_process
+
+    engine = dataclasses.replace(config.engine, model=_folder_of(config.engine.model))
+    config = dataclasses.replace(config, engine=engine)
+    run_process(lambda: serve(config), expected_errors)
+
+
+def _up(config: ClusterConfig) -> int:
+    from kvferry.local import LocalCluster, StartFailed
+    from kvferry.models import ModelUnavailable
+
+    stop = threading.Event()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.set())
+    cluster = LocalCluster(config)
+    try:
+        cluster.start(stop.is_set)
+        print(f"kvferry: ready on {cluster.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        while not stop.wait(0.2):
+            if (dead := cluster.dead()) is not None:
+                print(f"kvferry: {dead.name} ended with code {dead.popen.returncode}; ending all", file=sys.stderr)
+                return 1
+    except (StartFailed, ModelUnavailable) as error:
+        if not stop.is_set():
+            print(f"kvferry: error: {error}", file=sys.stderr)
+            return 2
+    finally:
+        cluster.stop()
+    return 0
+
+
+def _generate(command: GenerateCommand) -> int:
+    from kvferry.client import Client, KvferryError
+
+    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    try:
+        with Client(command.address) as client:
+            stream = client.generate(
+                [{"role": "user", "content": text}] if command.chat else text,
+                timeout=command.timeout,
+                max_tokens=command.max_tokens,
+                temperature=command.temperature,
+                top_p=command.top_p,
+                top_k=command.top_k,
+                seed=command.seed,
+                stop=command.stop,
+                return_token_ids=command.json,
+            )
+            if not command.json:
+                for piece in stream:
+                    print(piece.text, end="", flush=True)
+                print()
+            result = stream.result()
+    except KvferryError as error:
+        print(f"kvferry: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    if command.json:
+        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2))
+    return 0
+
+
+def _chat(command: ChatCommand) -> int:
+    from kvferry.client import Client, KvferryError
+
+    messages = [{"role": "system", "content": command.system}] if command.system else []
+    with Client(command.address) as client:
+        while True:
+            try:
+                said = input("you> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return 0
+            if not said:
+                return 0
+            messages.append({"role": "user", "content": said})
+            try:
+                stream = client.generate(
+                    messages,
+                    max_tokens=command.max_tokens,
+                    temperature=command.temperature,
+                    top_p=command.top_p,
+                    seed=command.seed,
+                )
+                for piece in stream:
+                    print(piece.text, end="", flush=True)
+                print()
+                messages.append({"role": "assistant", "content": stream.result().text})
+            except KvferryError as error:
+                print(f"kvferry: error: {error}", file=sys.stderr)
+                messages.pop()
+            except KeyboardInterrupt:
+                stream.cancel()
+                messages.pop()
+                print()
+
+
+def _status(command: StatusCommand) -> int:
+    from kvferry.client import Client, KvferryError
+
+    try:
+        with Client(command.address) as client:
+            status = client.cluster_status()
+    except KvferryError as error:
+        print(f"kvferry: error: {error}", file=sys.stderr)
+        return 1
+    table = Table(
+        title=f"{status.ready_pairs} ready pairs, {status.queued_requests} queued, {status.running_requests} running"
+    )
+    for column in (
+        "worker",
+        "tier",
+        "address",
+        "state",
+        "pages free",
+        "of",
+        "queued tokens",
+        "sequences",
+        "seen s ago",
+    ):
+        table.add_column(column)
+    for worker in status.workers:
+        table.add_row(
+            worker.worker_id,
+            worker.tier,
+            worker.address,
+            f"{worker.state} {worker.reason}".strip(),
+            str(worker.free_pages),
+            str(worker.total_pages),
+            str(worker.queued_tokens),
+            str(worker.running_sequences),
+            f"{worker.last_seen_ms / 1e3:.1f}",
+        )
+    Console().print(table)
+    return 0
+
+
+def _models(command: ModelsCommand) -> int:
+    from kvferry.models import BUILT_IN, prepared_models
+
+    if command.action == "prepare":
+        print(_folder_of(command.model))
+        return 0
+    table = Table("model", "state", "MB", "folder")
+    prepared = prepared_models()
+    for name, folder, size in prepared:
+        table.add_row(name, "prepared", f"{size / 1e6:.0f}", str(folder))
+    for name in BUILT_IN.keys() - {name for name, _, _ in prepared}:
+        table.add_row(name, "not prepared yet", "", "")
+    Console().print(table)
+    return 0

@@ -1,0 +1,286 @@
+"""A whole cluster on one machine: workers and router as processes on loopback.
+
+Processes are pinned to disjoint cores where there are enough. Each child holds the read end of a pipe of its own;
+when this process dies, however it dies, the pipes close and the children end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from engine.config import DTypeName
+from kvferry.models import DEFAULT_MODEL, resolve_model
+from rpc.config import LogLevel
+from rpc.process import write_ready_file
+
+START_SECONDS = 300.0
+STOP_SECONDS = 15.0
+POLL_SECONDS = 0.02
+
+
+class StartFailed(Exception):
+    """A process ended or stayed silent instead of becoming ready."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """A router with prefill and decode workers on this machine."""
+
+    prefill: int = 1
+    """Number of prefill workers."""
+    decode: int = 1
+    """Number of decode workers."""
+    model: str = DEFAULT_MODEL
+    """Name of a built-in model, folder, GGUF file or hub id."""
+    dtype: DTypeName = "auto"
+    """Element type; auto is bfloat16 where the processor computes in it, else float32."""
+    page_size: int = 16
+    """Tokens in a KV page."""
+    num_pages: int | None = None
+    """Pages of each worker. Unset: by model and memory."""
+    token_budget: int = 512
+    """Prompt tokens per prefill step."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens. Unset: what the model was trained for."""
+    max_num_sequences: int = 64
+    """Most sequences at once on each worker."""
+    port: int = 50051
+    """gRPC port of the router; 0 picks a free one."""
+    ready_file: Path | None = None
+    """Written as JSON (addresses, pids) when the cluster is ready."""
+    log_dir: Path | None = None
+    """Folder for one log file per process. Unset: standard error, with a prefix."""
+    log_level: LogLevel = "info"
+    """Least severe messages to log."""
+
+    def __post_init__(self) -> None:
+        for flag, number in (("--prefill", self.prefill), ("--decode", self.decode)):
+            if number < 1:
+                raise ValueError(f"{flag} is {number}; at least 1 worker of each tier is needed")
+        # Workers check the same values, but three processes later.
+        for flag, value, least in (
+            ("--page-size", self.page_size, 1),
+            ("--num-pages", self.num_pages, 1),
+            ("--token-budget", self.token_budget, 1),
+            ("--max-model-len", self.max_model_len, 2),
+            ("--max-num-sequences", self.max_num_sequences, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{flag} is {value}; it must be at least {least}")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+
+
+@dataclass
+class Process:
+    """A child process and what it said when it was ready."""
+
+    name: str
+    popen: subprocess.Popen[str]
+    ready_file: Path
+    lifeline: int
+    """Our end of the pipe; closing it ends the child."""
+    info: dict[str, Any] = field(default_factory=dict)
+    recent: list[str] = field(default_factory=list)
+    """Last lines of its log."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self.popen.pid
+
+    @property
+    def address(self) -> str:
+        """gRPC address; empty before it is ready."""
+        return str(self.info.get("address", ""))
+
+
+class LocalCluster:
+    """Starts, watches and stops the processes. Use as a context manager."""
+
+    def __init__(self, config: ClusterConfig, log: TextIO | None = None) -> None:
+        """log: where prefixed log lines go if there is no log_dir; default standard error."""
+        self.config = config
+        self.processes: list[Process] = []
+        self._log = log or sys.stderr
+        self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
+        self._model: Path | None = None
+        self._give_up: Callable[[], bool] = lambda: False
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def address(self) -> str:
+        """The router's address."""
+        return self.find("router").address
+
+    def find(self, name: str) -> Process:
+        """The youngest process of a name: "router", "prefill-0", "decode-1"."""
+        return next(process for process in reversed(self.processes) if process.name == name)
+
+    def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Starts everything and waits until the router is ready. Raises ModelUnavailable or StartFailed.
+
+        give_up: asked while waiting; True ends the start with StartFailed.
+        """
+        self._give_up = give_up
+        self._model = resolve_model(self.config.model)
+        workers = [self.start_worker("prefill", index) for index in range(self.config.prefill)]
+        workers += [self.start_worker("decode", index) for index in range(self.config.decode)]
+        for worker in workers:
+            self.wait_ready(worker)
+        self.wait_ready(self.start_router())
+        write_ready_file(self.config.ready_file, self.describe())
+
+    def start_worker(self, tier: str, index: int, *flags: str) -> Process:
+        """Starts one worker; `wait_ready` waits for it."""
+        config = self.config
+        position = index if tier == "prefill" else config.prefill + index
+        cpus, threads = _share_of_cores(position, config.prefill + config.decode)
+        arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size)]
+        arguments += ["--max-num-sequences", str(config.max_num_sequences), "--threads", str(threads)]
+        if cpus:
+            arguments += ["--cpus", cpus]
+        for flag, value in (("--num-pages", config.num_pages), ("--max-model-len", config.max_model_len)):
+            if value is not None:
+                arguments += [flag, str(value)]
+        if tier == "prefill":
+            arguments += ["--token-budget", str(config.token_budget)]
+        name = f"{tier}-{index}"
+        return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
+
+    def start_router(self, *flags: str) -> Process:
+        """Starts the router for all workers that are ready."""
+        arguments = ["--served-model-name", self.model_name, "--port", str(self.config.port)]
+        for tier in ("prefill", "decode"):
+            addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
+            arguments += [f"--{tier}", *addresses]
+        return self._spawn("router", "router", [*arguments, *flags])
+
+    @property
+    def model_name(self) -> str:
+        """Name that clients use."""
+        return self.config.model if self.config.model == DEFAULT_MODEL else Path(self.config.model).name
+
+    def wait_ready(self, process: Process, seconds: float = START_SECONDS) -> None:
+        """Waits until a process says that it is ready. Raises StartFailed."""
+        end = time.monotonic() + seconds
+        while not process.ready_file.exists():
+            if process.popen.poll() is not None:
+                time.sleep(0.2)  # the log thread may still have the reason to read
+                reason = next((line for line in reversed(process.recent) if line), "it said nothing")
+                raise StartFailed(f"{process.name} ended with code {process.popen.returncode}: {reason}")
+            if self._give_up():
+                raise StartFailed("told to stop")
+            if time.monotonic() > end:
+                raise StartFailed(f"{process.name} was not ready after {seconds:.0f} s: {process.recent[-1:]}")
+            time.sleep(POLL_SECONDS)
+        process.info = json.loads(process.ready_file.read_text())
+
+    def describe(self) -> dict[str, object]:
+        """Addresses and pids of all processes."""
+
+        def entry(process: Process) -> dict[str, object]:
+            keys = ("address", "metrics", "pid", "worker_id")
+            return {key: process.info[key] for key in keys if key in process.info}
+
+        return {
+            "address": self.address,
+            "model": self.model_name,
+            "pid": os.getpid(),
+            "router": entry(self.find("router")),
+            "prefill": [entry(p) for p in self.processes if p.name.startswith("prefill-")],
+            "decode": [entry(p) for p in self.processes if p.name.startswith("decode-")],
+        }
+
+    def dead(self) -> Process | None:
+        """A process that ended by itself, if there is one."""
+        return next((process for process in self.processes if process.popen.poll() is not None), None)
+
+    def stop(self) -> None:
+        """Ends all processes: SIGTERM, router first; SIGKILL for those that do not listen."""
+        for process in reversed(self.processes):
+            with contextlib.suppress(ProcessLookupError):
+                process.popen.send_signal(signal.SIGTERM)
+        end = time.monotonic() + STOP_SECONDS
+        for process in self.processes:
+            try:
+                process.popen.wait(max(0.1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.popen.kill()
+                process.popen.wait()
+            with contextlib.suppress(OSError):
+                os.close(process.lifeline)
+        self.processes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
+        ready_file = self._folder / f"{name}-{len(self.processes)}.json"
+        read_end, write_end = os.pipe()
+        full = [sys.executable, "-m", "kvferry", command, "--model", str(self._model), *arguments]
+        full += ["--ready-file", str(ready_file), "--log-level", self.config.log_level, "--lifeline-fd", str(read_end)]
+        popen = subprocess.Popen(
+            full,
+            pass_fds=(read_end,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Ctrl-C goes to this process only, which then ends the others in order.
+            start_new_session=True,
+        )
+        os.close(read_end)
+        process = Process(name, popen, ready_file, write_end)
+        self.processes.append(process)
+        threading.Thread(target=self._forward_log, args=(process,), name=f"log-{name}", daemon=True).start()
+        return process
+
+    def _forward_log(self, process: Process) -> None:
+        assert process.popen.stdout is not None
+        with contextlib.ExitStack() as stack:
+            target, prefix = self._log, f"[{process.name}] "
+            if self.config.log_dir is not None:
+                self.config.log_dir.mkdir(parents=True, exist_ok=True)
+                target = stack.enter_context((self.config.log_dir / f"{process.name}.log").open("a"))
+                prefix = ""
+            for line in process.popen.stdout:
+                process.recent = [*process.recent[-50:], line.strip()]
+                with contextlib.suppress(ValueError, OSError):
+                    target.write(f"{prefix}{line}")
+                    target.flush()
+
+
+def _share_of_cores(position: int, num_workers: int) -> tuple[str, int]:
+    """Cores (empty: any) and compute threads of one of `num_workers` workers."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // num_workers
+    if each == 0:
+        return "", 1
+    mine = cores[position * each : (position + 1) * each]
+    return ",".join(map(str, mine)), each

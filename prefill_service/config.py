@@ -1,0 +1,20 @@
+"""Settings of a prefill worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.config import WorkerConfig
+
+
+@dataclass(frozen=True)
+class PrefillConfig(WorkerConfig):
+    """A prefill worker: computes prompts chunk by chunk and sends their pages to decode workers."""
+
+    token_budget: int = 512
+    """Prompt tokens computed per step, over all prompts. Longer prompts run as chunks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.token_budget < 1:
+            raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")

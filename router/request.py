@@ -1,0 +1,142 @@
+"""One request in the router: which tokens it has, which workers serve it, when each stage was reached.
+
+queued ── a pair has room ──> reserving ── ticket ──> running ── last token ──> finished
+   ^                             │                       │
+   └── refused, or a leg failed ─┴───────────────────────┘     (a new attempt, from the next token index)
+
+An attempt has two legs: prefill (open until the transfer is over) and decode. When one fails or the request is
+cancelled, the other is told at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from protos import inference_pb2, worker_pb2
+from router.validation import CheckedRequest
+from router.worker_pool import WorkerLink
+from rpc.errors import RequestError
+
+MAX_ATTEMPTS = 5
+
+
+class RequestState(enum.Enum):
+    """Where a request is. For people and metrics; decisions look at the legs."""
+
+    QUEUED = "queued"
+    RESERVING = "reserving"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens, in order."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: inference_pb2.FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing more comes; `error` is None if the answer is complete."""
+
+    error: RequestError | None
+
+
+@dataclass(eq=False)
+class Request:
+    """A request on its way."""
+
+    checked: CheckedRequest
+    deadline: float | None
+    """time.monotonic() at which the client gives up; None: never."""
+    received: float = field(default_factory=time.monotonic)
+    state: RequestState = RequestState.QUEUED
+    attempt: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    prefill: WorkerLink | None = None
+    """The open prefill leg."""
+    decode: WorkerLink | None = None
+    """The open decode leg."""
+    refused_by: WorkerLink | None = None
+    is_answered: bool = False
+    """The last token is known."""
+    waits_for_workers_since: float | None = None
+    num_cached_tokens: int = 0
+    timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
+    kv_transfer: inference_pb2.KvTransfer = field(default_factory=inference_pb2.KvTransfer)
+    events: asyncio.Queue[Tokens | Ended] = field(default_factory=asyncio.Queue)
+    _attempt_start: int = 0
+    _early: dict[int, worker_pb2.TokenOutput] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Clients choose request ids; workers need ids that no other router and no later request has.
+        self.wire_id = f"{self.checked.request_id}/{secrets.token_hex(6)}"
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output so far: what the next attempt computes."""
+        return [*self.checked.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Most tokens this request can reach."""
+        return len(self.checked.prompt_token_ids) + self.checked.stop.max_tokens
+
+    @property
+    def num_attempt_tokens(self) -> int:
+        """Tokens that the current attempt has brought."""
+        return len(self.output_token_ids) - self._attempt_start
+
+    def remaining_ms(self) -> int:
+        """Time left until the deadline, at least 1; 0: no deadline."""
+        return 0 if self.deadline is None else max(1, int((self.deadline - time.monotonic()) * 1e3))
+
+    def stamp(self, stamps: list[worker_pb2.StageStamp]) -> None:
+        """Takes note of stages that a worker reached. A later attempt overwrites an earlier one."""
+        now = time.monotonic()
+        for stamp in stamps:
+            name = worker_pb2.Stage.Name(stamp.stage).removeprefix("STAGE_").lower()
+            setattr(self.timings, f"{name}_ms", (now - stamp.age_us / 1e6 - self.received) * 1e3)
+
+    def stamp_now(self, stage: str) -> None:
+        """Takes note of a stage that the router reached."""
+        setattr(self.timings, f"{stage}_ms", (time.monotonic() - self.received) * 1e3)
+
+    def take_output(self, output: worker_pb2.TokenOutput) -> None:
+        """Takes new tokens of the current attempt.
+
+        The second token may come before the first, since they come from two workers; repeated ones are dropped.
+        """
+        self.stamp(list(output.stamps))
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.kv_transfer.decode_computed_prompt_tokens += output.num_computed_prompt_tokens
+        if output.first_index >= len(self.output_token_ids):
+            self._early[output.first_index] = output
+        while (ready := self._early.pop(len(self.output_token_ids), None)) is not None:
+            if not self.output_token_ids:
+                self.stamp_now("first_token")
+            self.output_token_ids += ready.token_ids
+            self.is_answered = ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+            self.events.put_nowait(Tokens(tuple(ready.token_ids), ready.finish_reason))
+
+    def take_transfer(self, moved: inference_pb2.KvTransfer) -> None:
+        """Takes note of what the prefill leg moved; attempts add up."""
+        total = self.kv_transfer
+        total.bytes += moved.bytes
+        total.bytes_while_computing += moved.bytes_while_computing
+        total.num_chunks += moved.num_chunks
+        total.transport = moved.transport
+        total.gb_per_s = moved.gb_per_s
+
+    def begin_attempt(self) -> None:
+        """Back to the queue, with the tokens so far."""
+        self.attempt += 1
+        self.state = RequestState.QUEUED
+        self._attempt_start = len(self.output_token_ids)
+        self._early.clear()

@@ -1,0 +1,128 @@
+"""The public gRPC service: proto in, proto out. Errors become gRPC status here, and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+
+import grpc
+
+from protos import inference_pb2, inference_pb2_grpc, worker_pb2
+from router.dispatch import Dispatcher
+from router.generation import Generator
+from router.metrics import RouterMetrics
+from router.tokenizer import Tokenizer
+from router.validation import check_model, check_token_ids, prompt_token_ids
+from rpc.errors import Internal, RequestError
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "kvferry.v1.InferenceService"
+Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """See `inference.proto`."""
+
+    def __init__(
+        self, generator: Generator, dispatcher: Dispatcher, tokenizer: Tokenizer, metrics: RouterMetrics
+    ) -> None:
+        self._generator, self._dispatcher, self._tokenizer = generator, dispatcher, tokenizer
+        self._metrics = metrics
+
+    async def Generate(  # type: ignore[override]
+        self, request: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Streams an answer."""
+        # grpc.aio gives a negative or huge number where there is no deadline.
+        remaining = context.time_remaining()
+        responses = self._generator.generate(request, remaining)
+        status = "CANCELLED"
+        try:
+            async for response in responses:
+                yield response
+            status = "OK"
+        except RequestError as error:
+            status = error.code.name
+            await error.abort(context)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            status = "INTERNAL"
+            log.exception("generate failed", extra={"request_id": request.request_id})
+            await Internal("an unexpected error in the router; see its log").abort(context)
+        finally:
+            # Cancels the request on every worker if the client is gone.
+            await responses.aclose()  # type: ignore[attr-defined]
+            self._metrics.ended.labels(status).inc()
+
+    async def Tokenize(  # type: ignore[override]
+        self, request: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        """Ids of a text or chat."""
+        try:
+            check_model(request.model, self._generator.model_name)
+            ids = prompt_token_ids(request, self._tokenizer, self._generator.limits().vocab_size)
+        except RequestError as error:
+            await error.abort(context)
+        return inference_pb2.TokenizeResponse(token_ids=ids)
+
+    async def Detokenize(  # type: ignore[override]
+        self, request: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        """Text of ids."""
+        try:
+            check_model(request.model, self._generator.model_name)
+            check_token_ids("token_ids", request.token_ids, self._generator.limits().vocab_size)
+        except RequestError as error:
+            await error.abort(context)
+        return inference_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
+
+    async def GetModelInfo(  # type: ignore[override]
+        self, request: inference_pb2.GetModelInfoRequest, context: Context
+    ) -> inference_pb2.GetModelInfoResponse:
+        """The served model."""
+        try:
+            limits = self._generator.limits()
+        except RequestError as error:
+            await error.abort(context)
+        infos = [link.info for link in self._dispatcher.pool.links if link.info is not None]
+        return inference_pb2.GetModelInfoResponse(
+            model=self._generator.model_name,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            dtype=infos[0].fingerprint.dtype if infos else "",
+            page_size=limits.page_size,
+        )
+
+    async def GetClusterStatus(  # type: ignore[override]
+        self, request: inference_pb2.GetClusterStatusRequest, context: Context
+    ) -> inference_pb2.GetClusterStatusResponse:
+        """The cluster as this router sees it."""
+        pool = self._dispatcher.pool
+        now = time.monotonic()
+        workers = [
+            inference_pb2.WorkerStatus(
+                worker_id=link.info.worker_id if link.info else "",
+                incarnation_id=link.info.incarnation_id if link.info else "",
+                tier=worker_pb2.Tier.Name(link.tier).removeprefix("TIER_").lower(),
+                address=link.address,
+                state=link.state,
+                reason=link.reason,
+                total_pages=link.info.limits.num_pages if link.info else 0,
+                free_pages=link.load.free_pages if link.info else 0,
+                queued_tokens=link.load.queued_tokens,
+                running_sequences=link.load.num_sequences,
+                last_seen_ms=(now - link.last_seen) * 1e3,
+            )
+            for link in pool.links
+        ]
+        return inference_pb2.GetClusterStatusResponse(
+            workers=workers,
+            queued_requests=self._dispatcher.num_queued,
+            running_requests=self._dispatcher.num_running,
+            ready_pairs=len(pool.ready_pairs()),
+        )

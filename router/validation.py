@@ -1,0 +1,205 @@
+"""Every field of a request is checked here, before anything is queued. Errors name the field and the limit."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from protos import inference_pb2, worker_pb2
+from router.tokenizer import Tokenizer
+from rpc.errors import InvalidArgument, NotFound
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_STOP_TOKEN_IDS = 64
+MAX_REQUEST_ID_CHARACTERS = 128
+
+
+@dataclass(frozen=True)
+class ClusterLimits:
+    """What the connected workers can take. Known once one of each tier was seen."""
+
+    max_model_len: int
+    vocab_size: int
+    page_size: int
+    prefill_pages: int
+    decode_pages: int
+
+
+@dataclass(frozen=True)
+class CheckedRequest:
+    """A request in which nothing is left to doubt."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: worker_pb2.SamplingConfig
+    stop: worker_pb2.StopConfig
+    stop_strings: tuple[str, ...]
+    include_stop: bool
+    eos_token_ids: frozenset[int]
+    return_token_ids: bool
+
+
+def check_request(
+    request: inference_pb2.GenerateRequest, tokenizer: Tokenizer, model_name: str, limits: ClusterLimits
+) -> CheckedRequest:
+    """Raises InvalidArgument naming the field, or NotFound for the model."""
+    check_model(request.model, model_name)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+        raise InvalidArgument(
+            "request_id", f"has {len(request.request_id)} characters; at most {MAX_REQUEST_ID_CHARACTERS} are allowed"
+        )
+    _refuse_unserved(request)
+    prompt = prompt_token_ids(request, tokenizer, limits.vocab_size)
+    stop = _check_stop(request.stop, tokenizer, len(prompt), limits)
+    return CheckedRequest(
+        request_id=request.request_id or f"req-{secrets.token_hex(8)}",
+        prompt_token_ids=tuple(prompt),
+        sampling=_check_sampling(request.sampling),
+        stop=stop,
+        stop_strings=tuple(request.stop.stop),
+        include_stop=request.stop.include_stop,
+        eos_token_ids=frozenset(() if request.stop.ignore_eos else tokenizer.eos_token_ids),
+        return_token_ids=request.return_token_ids,
+    )
+
+
+def check_model(asked: str, served: str) -> None:
+    """Raises NotFound if another model is asked for."""
+    if asked and asked != served:
+        raise NotFound(f"model: {asked!r} is not served here; this router serves {served!r}")
+
+
+def prompt_token_ids(
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tokenizer: Tokenizer, vocab_size: int
+) -> list[int]:
+    """The prompt as ids. Raises InvalidArgument."""
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt", "is missing; set text, token_ids or chat")
+    if kind == "text":
+        if not request.text:
+            raise InvalidArgument("text", "is empty; a prompt needs at least 1 token")
+        ids = tokenizer.encode(request.text)
+    elif kind == "chat":
+        if not request.chat.messages:
+            raise InvalidArgument("chat.messages", "is empty; a conversation needs at least 1 message")
+        for index, message in enumerate(request.chat.messages):
+            if not message.role:
+                raise InvalidArgument(f"chat.messages[{index}].role", "is empty")
+        ids = tokenizer.encode_chat([(message.role, message.content) for message in request.chat.messages])
+    else:
+        assert isinstance(request, inference_pb2.GenerateRequest)
+        ids = list(request.token_ids.ids)
+        check_token_ids("token_ids", ids, vocab_size)
+    if not ids:
+        raise InvalidArgument(kind, "has no tokens; a prompt needs at least 1")
+    return ids
+
+
+def check_token_ids(field: str, ids: Seq[int], vocab_size: int) -> None:
+    """Raises InvalidArgument naming the first id outside the vocabulary."""
+    for index, token_id in enumerate(ids):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(f"{field}[{index}]", f"is {token_id}; token ids must be in [0, {vocab_size})")
+
+
+def _refuse_unserved(request: inference_pb2.GenerateRequest) -> None:
+    """Fields of the API that are not served yet: refused by name, never ignored."""
+    sampling = request.sampling
+    unserved = {
+        "sampling.min_p": sampling.min_p != 0,
+        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
+        "sampling.presence_penalty": sampling.presence_penalty != 0,
+        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
+        "sampling.logit_bias": bool(sampling.logit_bias),
+        "sampling.n": sampling.n > 1,
+        "stop.min_tokens": request.stop.min_tokens > 0,
+        "num_logprobs": request.num_logprobs > 0,
+        "echo_prompt_logprobs": request.echo_prompt_logprobs,
+        "priority": request.priority != 0,
+    }
+    for field, is_set in unserved.items():
+        if is_set:
+            raise InvalidArgument(field, "is not served by this version; leave it unset")
+
+
+def _check_sampling(sampling: inference_pb2.SamplingParams) -> worker_pb2.SamplingConfig:
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    if not (math.isfinite(temperature) and temperature >= 0):
+        raise InvalidArgument("sampling.temperature", f"is {temperature}; it must be at least 0 and finite")
+    top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise InvalidArgument("sampling.top_p", f"is {top_p}; it must be in (0, 1]")
+    if sampling.top_k < -1:
+        raise InvalidArgument("sampling.top_k", f"is {sampling.top_k}; it must be at least 1, or 0 or -1 for off")
+    return worker_pb2.SamplingConfig(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(sampling.top_k, 0),
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
+        choice_index=0,
+    )
+
+
+def _check_stop(
+    stop: inference_pb2.StopConditions, tokenizer: Tokenizer, num_prompt_tokens: int, limits: ClusterLimits
+) -> worker_pb2.StopConfig:
+    if len(stop.stop) > MAX_STOP_STRINGS:
+        raise InvalidArgument("stop.stop", f"has {len(stop.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    for index, text in enumerate(stop.stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+            raise InvalidArgument(
+                f"stop.stop[{index}]", f"has {len(text)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"
+            )
+    if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgument(
+            "stop.stop_token_ids", f"has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+        )
+    check_token_ids("stop.stop_token_ids", stop.stop_token_ids, limits.vocab_size)
+    stop_token_ids = set(stop.stop_token_ids)
+    if not stop.ignore_eos:
+        stop_token_ids.update(tokenizer.eos_token_ids)
+    return worker_pb2.StopConfig(
+        max_tokens=_check_length(stop, num_prompt_tokens, limits), stop_token_ids=sorted(stop_token_ids)
+    )
+
+
+def _check_length(stop: inference_pb2.StopConditions, num_prompt_tokens: int, limits: ClusterLimits) -> int:
+    """The most output tokens."""
+    if num_prompt_tokens >= limits.max_model_len:
+        raise InvalidArgument(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; with at least 1 token to answer, at most "
+            f"{limits.max_model_len - 1} fit the model's limit of {limits.max_model_len}",
+        )
+    pool = limits.prefill_pages * limits.page_size
+    if num_prompt_tokens > pool:
+        raise InvalidArgument(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; the largest prefill worker's pool holds {pool} "
+            f"({limits.prefill_pages} pages of {limits.page_size})",
+        )
+    # The last token's KV is never computed, so one more token than the pool holds can exist.
+    decode_pool = limits.decode_pages * limits.page_size
+    longest = min(limits.max_model_len, decode_pool + 1)
+    if num_prompt_tokens >= longest:
+        raise InvalidArgument(
+            "prompt",
+            f"has {num_prompt_tokens} tokens; the largest decode worker's pool holds {decode_pool} "
+            f"({limits.decode_pages} pages of {limits.page_size})",
+        )
+    if not stop.HasField("max_tokens"):
+        return longest - num_prompt_tokens
+    if stop.max_tokens == 0:
+        raise InvalidArgument("stop.max_tokens", "is 0; it must be at least 1")
+    if num_prompt_tokens + stop.max_tokens > longest:
+        what = "the model's limit" if longest == limits.max_model_len else "the largest decode worker's pool"
+        raise InvalidArgument(
+            "stop.max_tokens",
+            f"is {stop.max_tokens}; with a prompt of {num_prompt_tokens} tokens at most {longest - num_prompt_tokens} "
+            f"fit {what} of {longest}",
+        )
+    return stop.max_tokens

@@ -1,0 +1,269 @@
+"""The workers a router knows: one session each, kept alive, and the pairs that can move pages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from kv_transfer.errors import LayoutMismatch
+from kv_transfer.layout import PROTOCOL_VERSION, Fingerprint, check_equal
+from protos import worker_pb2, worker_pb2_grpc
+from router.validation import ClusterLimits
+from rpc.channel import open_channel
+
+if TYPE_CHECKING:
+    from router.request import Request
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 2.0
+
+
+class WorkerLink:
+    """A worker at an address: its session, its load, and what is bound to it."""
+
+    def __init__(self, address: str, tier: worker_pb2.Tier) -> None:
+        self.address, self.tier = address, tier
+        self.info: worker_pb2.WorkerInfo | None = None
+        """Set while a session is open."""
+        self.state = "connecting"
+        self.reason = ""
+        self.load = worker_pb2.LoadReport()
+        self.last_seen = time.monotonic()
+        self.is_full = False
+        """It refused a reservation and has not reported since."""
+        self.requests: set[Request] = set()
+        self.ready_peers: set[str] = set()
+        """Agent names of decode workers that this prefill worker can write to."""
+        self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether commands reach the worker."""
+        return self.info is not None
+
+    @property
+    def name(self) -> str:
+        """For logs."""
+        return self.info.worker_id if self.info else self.address
+
+    @property
+    def agent_name(self) -> str:
+        """The transfer agent of this incarnation."""
+        return self.info.endpoint.agent_name if self.info else ""
+
+    def send(self, command: worker_pb2.SessionRequest) -> None:
+        """Queues a command; dropped if the session is gone, as are its requests then."""
+        if self.is_open:
+            self.commands.put_nowait(command)
+
+
+EventHandler = Callable[[WorkerLink, worker_pb2.SessionResponse], None]
+
+
+class WorkerPool:
+    """Keeps a session with every worker and decides which pairs fit together."""
+
+    def __init__(
+        self,
+        router_id: str,
+        tokenizer_hash: str,
+        on_event: EventHandler,
+        on_lost: Callable[[WorkerLink], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """on_event: an event for requests; on_lost: a session broke; on_change: pairs or load changed."""
+        self._router_id, self._tokenizer_hash = router_id, tokenizer_hash
+        self._on_event, self._on_lost, self._on_change = on_event, on_lost, on_change
+        self.prefill: list[WorkerLink] = []
+        self.decode: list[WorkerLink] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, address: str, tier: worker_pb2.Tier) -> WorkerLink:
+        """Starts keeping a session with the worker at an address."""
+        link = WorkerLink(address, tier)
+        (self.prefill if tier == worker_pb2.TIER_PREFILL else self.decode).append(link)
+        self._start(self._keep_session(link))
+        return link
+
+    async def close(self) -> None:
+        """Ends all sessions."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """All workers."""
+        return [*self.prefill, *self.decode]
+
+    def ready_pairs(self) -> list[tuple[WorkerLink, WorkerLink]]:
+        """Pairs (prefill, decode) that can move pages."""
+        return [
+            (prefill, decode)
+            for prefill in self.prefill
+            for decode in self.decode
+            if prefill.is_open and decode.is_open and decode.agent_name in prefill.ready_peers
+        ]
+
+    def limits(self) -> ClusterLimits | None:
+        """What the ready pairs can take; None while there is none."""
+        infos = [(p.info, d.info) for p, d in self.ready_pairs() if p.info and d.info]
+        if not infos:
+            return None
+        first = infos[0][0].limits
+        return ClusterLimits(
+            max_model_len=first.max_model_len,
+            vocab_size=first.vocab_size,
+            page_size=first.page_size,
+            prefill_pages=max(p.limits.num_pages for p, _ in infos),
+            decode_pages=max(d.limits.num_pages for _, d in infos),
+        )
+
+    def why_not_ready(self) -> str:
+        """In words, for clients and people."""
+        if not self.prefill or not self.decode:
+            return "this router was given no prefill or no decode worker"
+        parts = []
+        for link in self.links:
+            tier = _tier_name(link.tier)
+            why = link.reason or ("no pair with it is ready" if link.is_open else "not connected")
+            parts.append(f"{tier} {link.address}: {why}")
+        return "; ".join(parts)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_session(self, link: WorkerLink) -> None:
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                await self._run_session(link)
+                link.state, link.reason = "lost", "the worker ended the session"
+            except grpc.aio.AioRpcError as error:
+                # Only a session that was open can be lost; before that the worker is simply not there yet.
+                link.state = "lost" if link.is_open else "connecting"
+                link.reason = f"{error.code().name}: {error.details()}"
+            except _Refused as error:
+                link.state, link.reason = "refused", str(error)
+                log.error("worker refused", extra={"address": link.address, "reason": link.reason})
+            except Exception as error:
+                # A defect of ours must cost this session's requests an attempt, not the worker for ever.
+                link.state, link.reason = "lost", f"session handling failed: {error}"
+                log.exception("session handling failed", extra={"address": link.address})
+            if link.is_open:
+                pause = FIRST_PAUSE_SECONDS
+                self._close_link(link)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    async def _run_session(self, link: WorkerLink) -> None:
+        """One session, from hello to its end."""
+        async with open_channel(link.address) as channel:
+            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[assignment]
+            call = stub.Session(self._outgoing(link))
+            try:
+                async for event in call:
+                    link.last_seen = time.monotonic()
+                    if event.HasField("info"):
+                        self._open_link(link, event.info)
+                    elif event.HasField("peer"):
+                        self._on_peer(link, event.peer)
+                    elif event.HasField("load"):
+                        link.load, link.is_full = event.load, False
+                        self._on_change()
+                    else:
+                        self._on_event(link, event)
+            finally:
+                call.cancel()
+
+    async def _outgoing(self, link: WorkerLink) -> AsyncIterator[worker_pb2.SessionRequest]:
+        hello = worker_pb2.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
+        link.commands = asyncio.Queue()
+        yield worker_pb2.SessionRequest(hello=hello)
+        while True:
+            yield await link.commands.get()
+
+    def _open_link(self, link: WorkerLink, info: worker_pb2.WorkerInfo) -> None:
+        if info.tier != link.tier:
+            raise _Refused(f"it is a {_tier_name(info.tier)} worker, expected was {_tier_name(link.tier)}")
+        if info.fingerprint.tokenizer_hash != self._tokenizer_hash:
+            raise _Refused(
+                f"its tokenizer differs from the router's (worker {info.fingerprint.tokenizer_hash[:12]}, "
+                f"router {self._tokenizer_hash[:12]})"
+            )
+        link.info, link.state, link.reason = info, "ready", ""
+        link.load = worker_pb2.LoadReport(free_pages=info.limits.num_pages)
+        link.is_full = False
+        log.info(
+            "worker connected", extra={"worker": link.name, "tier": _tier_name(link.tier), "address": link.address}
+        )
+        for prefill in self.prefill:
+            for decode in self.decode:
+                if link in (prefill, decode) and prefill.is_open and decode.is_open:
+                    self._connect_pair(prefill, decode)
+
+    def _close_link(self, link: WorkerLink) -> None:
+        log.warning("worker lost", extra={"worker": link.name, "address": link.address, "reason": link.reason})
+        agent_name = link.agent_name
+        link.info = None
+        link.ready_peers.clear()
+        if link.tier == worker_pb2.TIER_DECODE:
+            for prefill in self.prefill:
+                prefill.ready_peers.discard(agent_name)
+                forget = worker_pb2.ForgetPeerCommand(agent_name=agent_name)
+                prefill.send(worker_pb2.SessionRequest(forget_peer=forget))
+        self._on_lost(link)
+        self._on_change()
+
+    def _connect_pair(self, prefill: WorkerLink, decode: WorkerLink) -> None:
+        """Asks a prefill worker to get ready for a decode worker, if their pages mean the same."""
+        assert prefill.info is not None and decode.info is not None
+        try:
+            check_equal(
+                Fingerprint.from_proto(prefill.info.fingerprint), Fingerprint.from_proto(decode.info.fingerprint)
+            )
+        except LayoutMismatch as error:
+            prefill.reason = decode.reason = f"not paired: {error}"
+            log.error("pair refused", extra={"prefill": prefill.name, "decode": decode.name, "reason": str(error)})
+            return
+        connect = worker_pb2.ConnectPeerCommand(
+            incarnation_id=decode.info.incarnation_id, endpoint=decode.info.endpoint
+        )
+        prefill.send(worker_pb2.SessionRequest(connect_peer=connect))
+
+    def _on_peer(self, prefill: WorkerLink, event: worker_pb2.PeerEvent) -> None:
+        if event.ready:
+            prefill.ready_peers.add(event.agent_name)
+            log.info("pair ready", extra={"prefill": prefill.name, "decode": event.agent_name})
+        else:
+            prefill.ready_peers.discard(event.agent_name)
+            log.warning(
+                "pair failed", extra={"prefill": prefill.name, "decode": event.agent_name, "reason": event.reason}
+            )
+            self._start(self._reconnect_pair(prefill, event.agent_name))
+        self._on_change()
+
+    async def _reconnect_pair(self, prefill: WorkerLink, agent_name: str) -> None:
+        """A failure is not for ever: tries again while both are there."""
+        await asyncio.sleep(LONGEST_PAUSE_SECONDS * random.uniform(0.25, 0.75))
+        for decode in self.decode:
+            if decode.is_open and decode.agent_name == agent_name and prefill.is_open:
+                self._connect_pair(prefill, decode)
+
+
+class _Refused(Exception):
+    """A worker that must not be used."""
+
+
+def _tier_name(tier: worker_pb2.Tier) -> str:
+    return worker_pb2.Tier.Name(tier).removeprefix("TIER_").lower()

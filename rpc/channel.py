@@ -1,0 +1,37 @@
+"""Options of gRPC channels and servers, in one place so that both ends agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""A prompt of a million token ids is about 4 MB; this leaves room, and is documented."""
+
+_COMMON: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON,
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Every channel has a connection of its own: two sessions to one address must not share fate by accident.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *_COMMON,
+    # Two servers on one port would each get half of the calls; a port in use must be an error.
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to `host:port`. TLS comes with the Kubernetes work."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

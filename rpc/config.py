@@ -1,0 +1,52 @@
+"""Settings that every process of kvferry has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ConfigError(ValueError):
+    """A setting can't be used on this machine. Says which, and what to change."""
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """Where a process listens, what it writes, and where it may run."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Use 0.0.0.0 to be reached from other machines."""
+    port: int = 0
+    """gRPC port; 0 picks a free one."""
+    metrics_port: int = 0
+    """HTTP port of /metrics; 0 picks a free one."""
+    ready_file: Path | None = None
+    """Written as JSON (address, metrics address, pid) once the process is ready."""
+    log_level: LogLevel = "info"
+    """Least severe messages to log."""
+    cpus: str | None = None
+    """Cores this process may use, for example 0,2-3. Unset: all."""
+    lifeline_fd: int | None = None
+    """A pipe's read end; the process ends when the other end is closed. For `kvferry up`."""
+
+    def __post_init__(self) -> None:
+        for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{name} is {port}; it must be between 0 and 65535")
+        self.cpu_set()
+
+    def cpu_set(self) -> set[int] | None:
+        """The cores of `--cpus`. Raises ValueError if they can't be read."""
+        if self.cpus is None:
+            return None
+        chosen: set[int] = set()
+        try:
+            for part in self.cpus.split(","):
+                low, _, high = part.partition("-")
+                chosen |= set(range(int(low), int(high or low) + 1))
+        except ValueError:
+            raise ValueError(f"--cpus is {self.cpus!r}; it must look like 0,2-3") from None
+        return chosen

@@ -1,0 +1,97 @@
+"""Errors on the wire: gRPC status codes with `google.rpc` details, never text inside an OK answer."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+
+class RequestError(Exception):
+    """A request can't be served. Carries what the client is told."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+        """Machine-readable details, from google/rpc/error_details.proto."""
+        return []
+
+    async def abort(self, context: grpc.aio.ServicerContext) -> NoReturn:  # type: ignore[type-arg]
+        """Ends a call with this error."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        for detail in self.details():
+            packed = any_pb2.Any()
+            packed.Pack(detail)
+            status.details.append(packed)
+        await context.abort_with_status(rpc_status.to_status(status))
+        raise AssertionError("abort_with_status always raises")
+
+
+class InvalidArgument(RequestError):
+    """A field has a value that can't be served."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, description: str) -> None:
+        """field: its path in the request, for example "sampling.top_p"."""
+        super().__init__(f"{field}: {description}")
+        self.field, self.description = field, description
+
+    def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+        """Names the field."""
+        violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.description)
+        return [error_details_pb2.BadRequest(field_violations=[violation])]
+
+
+class NotFound(RequestError):
+    """The named thing does not exist."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class AlreadyExists(RequestError):
+    """The id is in use."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
+class Unavailable(RequestError):
+    """No worker could serve the request."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class DeadlineExceeded(RequestError):
+    """The client's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+class ResourceExhausted(RequestError):
+    """The system is full, or the request can't fit it."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class Internal(RequestError):
+    """Our fault."""
+
+    code = grpc.StatusCode.INTERNAL
+
+
+_BY_CODE = {
+    cls.code.value[0]: cls
+    for cls in (NotFound, AlreadyExists, Unavailable, DeadlineExceeded, ResourceExhausted, Internal)
+}
+
+
+def error_for_code(code: int, message: str) -> RequestError:
+    """The error for a numeric gRPC status code, as workers send it."""
+    return _BY_CODE.get(code, Internal)(message)

@@ -1,0 +1,72 @@
+"""The one door into a worker's engine thread: everything that happens outside comes in as a message."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kv_transfer.transfer_thread import TransferEvent
+from protos import kv_pb2, worker_pb2
+
+
+@dataclass(frozen=True)
+class SessionCommand:
+    """A router sent a command."""
+
+    session_id: int
+    request: worker_pb2.SessionRequest
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    """A router's session ended: nobody waits for its requests any more."""
+
+    session_id: int
+
+
+@dataclass(frozen=True)
+class CloseTicket:
+    """A decode worker asks its writer to let go of a ticket; `done` is to be called when that is so."""
+
+    request: kv_pb2.CloseTicketRequest
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class WriterGone:
+    """The writer of a ticket let go of it, or its process is gone."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End the loop."""
+
+
+InboxMessage = SessionCommand | SessionClosed | CloseTicket | WriterGone | Stop | TransferEvent
+
+
+class Inbox:
+    """Messages for the engine thread, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[InboxMessage] = queue.SimpleQueue()
+
+    def put(self, message: InboxMessage) -> None:
+        """Adds a message, from any thread."""
+        self._queue.put(message)
+
+    def take(self, wait: bool) -> list[InboxMessage]:
+        """All messages there are; with `wait`, at least one."""
+        messages: list[InboxMessage] = []
+        try:
+            if wait:
+                messages.append(self._queue.get())
+            while True:
+                messages.append(self._queue.get_nowait())
+        except queue.Empty:
+            return messages

@@ -1,0 +1,57 @@
+"""What every worker counts. Names are the same in both tiers; the tier is a label."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.page_pool import PagePool
+from rpc.metrics import SECONDS_BUCKETS
+
+PAGE_OWNERS = ("free", "held", "cached", "pinned", "quarantined")
+
+
+class WorkerMetrics:
+    """A worker's metrics, in a registry of their own."""
+
+    def __init__(self, tier: str, pool: PagePool) -> None:
+        self.registry = CollectorRegistry()
+        labels = ["tier"]
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=self.registry)
+
+        self.step_seconds = Histogram(
+            "kvferry_step_seconds", "Time of one engine step", labels, buckets=SECONDS_BUCKETS, registry=self.registry
+        ).labels(tier)
+        self.prompt_tokens = counter("kvferry_prompt_tokens_total", "Prompt tokens computed").labels(tier)
+        self.output_tokens = counter("kvferry_output_tokens_total", "Tokens chosen").labels(tier)
+        self.kv_bytes = counter("kvferry_kv_bytes_total", "Bytes of KV pages moved, counted by the writer").labels(tier)
+        self.kv_write_failures = counter("kvferry_kv_write_failures_total", "Page writes that failed").labels(tier)
+        self.ignored_notifications = counter(
+            "kvferry_ignored_notifications_total", "Unknown, old or duplicate transfer notifications"
+        ).labels(tier)
+        self.requests = Counter(
+            "kvferry_worker_requests_total", "Requests by how they ended", ["tier", "end"], registry=self.registry
+        )
+        self._tier = tier
+        for end in ("finished", "aborted", "failed"):
+            self.requests.labels(tier, end)
+        sequences = Gauge("kvferry_sequences", "Sequences by state", ["tier", "state"], registry=self.registry)
+        self._sequences = sequences
+        pages = Gauge(
+            "kvferry_pages", "KV pages by owner; they add up to the pool", ["tier", "owner"], registry=self.registry
+        )
+        for owner in PAGE_OWNERS:
+            pages.labels(tier, owner).set_function(lambda owner=owner: getattr(pool.counts(), owner))  # type: ignore[misc]
+        Gauge("kvferry_pages_total", "KV pages of the pool", labels, registry=self.registry).labels(tier).set(
+            pool.num_pages
+        )
+
+    def count_end(self, end: str) -> None:
+        """A request ended: "finished", "aborted" or "failed"."""
+        self.requests.labels(self._tier, end).inc()
+
+    def set_sequences(self, **by_state: int) -> None:
+        """Sets the number of sequences per state."""
+        for state, number in by_state.items():
+            self._sequences.labels(self._tier, state).set(number)
