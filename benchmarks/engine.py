@@ -23,8 +23,8 @@ from engine.config import DTypeName, EngineConfig
 from engine.kv_cache import KvCache
 from engine.loader import LoadedModel, load_model, resolve_dtype, set_threads
 from engine.model_runner import ModelRunner
+from engine.model_store import DEFAULT_MODEL, resolve_model
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
-from kvferry.models import DEFAULT_MODEL, resolve_model
 
 CHUNKS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
@@ -110,7 +110,8 @@ class Bounds:
         flops += 4 * self._query_width * attended * shape.num_layers
         weights = self._body + (self._head if num_sampled else 0)
         read = weights * self._item + sum(contexts) * kv_token_bytes
-        return max(flops / self._rates.matrix_gflops, read / self._rates.read_gbs) / 1e9
+        bound: float = max(flops / self._rates.matrix_gflops, read / self._rates.read_gbs) / 1e9
+        return bound
 
 
 def main(

@@ -66,7 +66,7 @@ class TicketCloser:
     async def _ask(self, request: kv_pb2.CloseTicketRequest, writer: Writer) -> str | None:
         """Why the ticket is closed for sure, or None if that is not known yet."""
         channel = self._channels.setdefault(writer.address, open_channel(writer.address))
-        stub: kv_pb2_grpc.PageTicketServiceAsyncStub = kv_pb2_grpc.PageTicketServiceStub(channel)  # type: ignore[assignment]
+        stub: kv_pb2_grpc.PageTicketServiceAsyncStub = kv_pb2_grpc.PageTicketServiceStub(channel)
         try:
             response = await stub.CloseTicket(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:

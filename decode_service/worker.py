@@ -104,8 +104,8 @@ class DecodeWorker:
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
-                for request in [r for r in self._requests.values() if r.session_id == session_id]:
-                    self._release(request)
+                for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
+                    self._release(orphan)
                     self._parts.metrics.count_end("aborted")
             case Notification(sender, payload):
                 self._on_notification(sender, payload)

@@ -26,12 +26,14 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in_features]. Returns [..., out_features]."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+        return output
 
 
 def pack_linears(model: Any) -> int:
     """Replaces every plain bf16 linear layer of a CPU model. Returns how many; 0 where oneDNN lacks bf16."""
-    if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if not available or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return 0
     packed = 0
     for module in list(model.modules()):

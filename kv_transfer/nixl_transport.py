@@ -133,11 +133,11 @@ class NixlTransport:
         peer = self._peers.pop(agent_name, None)
         if peer is None:
             return
-        for action in (lambda: peer.page_list.release(), lambda: self._agent.remove_remote_agent(agent_name)):
-            try:
-                action()
-            except Exception as error:
-                log.debug("forgetting agent %s: %s", agent_name, error)
+        try:
+            peer.page_list.release()
+            self._agent.remove_remote_agent(agent_name)
+        except Exception as error:
+            log.debug("forgetting agent %s: %s", agent_name, error)
 
     def write(self, agent_name: str, local_pages: Seq[int], remote_pages: Seq[int], payload: bytes) -> _NixlWrite:
         """See `Transport.write`."""

@@ -18,8 +18,8 @@ from rich.table import Table
 from tyro.conf import Positional
 
 from decode_service.config import DecodeConfig
+from engine.model_store import DEFAULT_MODEL
 from kvferry.local import ClusterConfig
-from kvferry.models import DEFAULT_MODEL
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 
@@ -123,13 +123,13 @@ def main() -> None:
         case RouterConfig():
             _run_router(command)
         case PrefillConfig():
-            from prefill_service.__main__ import EXPECTED_ERRORS, serve
+            import prefill_service.__main__ as prefill_process
 
-            _run_worker(command, serve, EXPECTED_ERRORS)
+            _run_worker(command, prefill_process.serve, prefill_process.EXPECTED_ERRORS)
         case DecodeConfig():
-            from decode_service.__main__ import EXPECTED_ERRORS, serve
+            import decode_service.__main__ as decode_process
 
-            _run_worker(command, serve, EXPECTED_ERRORS)
+            _run_worker(command, decode_process.serve, decode_process.EXPECTED_ERRORS)
         case ClusterConfig():
             sys.exit(_up(command))
         case GenerateCommand():
@@ -152,7 +152,7 @@ def _exit_with(message: str) -> None:
 
 
 def _folder_of(model: str) -> str:
-    from kvferry.models import ModelUnavailable, resolve_model
+    from engine.model_store import ModelUnavailable, resolve_model
 
     try:
         return str(resolve_model(model))
@@ -179,8 +179,8 @@ def _run_worker(config: Any, serve: Callable[[Any], int], expected_errors: tuple
 
 
 def _up(config: ClusterConfig) -> int:
+    from engine.model_store import ModelUnavailable
     from kvferry.local import LocalCluster, StartFailed
-    from kvferry.models import ModelUnavailable
 
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -310,7 +310,7 @@ def _status(command: StatusCommand) -> int:
 
 
 def _models(command: ModelsCommand) -> int:
-    from kvferry.models import BUILT_IN, prepared_models
+    from engine.model_store import BUILT_IN, prepared_models
 
     if command.action == "prepare":
         print(_folder_of(command.model))

@@ -205,7 +205,7 @@ def _aio_status(error: grpc.aio.AioRpcError) -> Any:
 
     for key, value in error.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
-            return status_pb2.Status.FromString(value)  # type: ignore[arg-type]
+            return status_pb2.Status.FromString(value)
     return None
 
 
@@ -248,7 +248,7 @@ def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
         request.token_ids.SetInParent()
     elif all(isinstance(item, Mapping) for item in prompt):
         for message in prompt:
-            request.chat.messages.add(role=message["role"], content=message["content"])  # type: ignore[index, call-overload]
+            request.chat.messages.add(role=message["role"], content=message["content"])  # type: ignore[index]
     else:
         raise TypeError("a prompt is a string, a list of token ids, or a list of {'role': ..., 'content': ...}")
 
@@ -321,7 +321,7 @@ class AsyncClient:
         self._channel = open_channel(address)
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
             self._channel
-        )  # type: ignore[assignment]
+        )
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from engine.model_store import ModelUnavailable
 from kvferry.client import Client, KvferryError, Result
 from kvferry.local import ClusterConfig, LocalCluster, StartFailed
-from kvferry.models import ModelUnavailable
 
 QUESTION = "\n\nQuestion: Which colour does the lamp of Lowwater have, and why was that colour chosen?"
 STAGES = (

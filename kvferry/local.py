@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from engine.config import DTypeName
-from kvferry.models import DEFAULT_MODEL, resolve_model
+from engine.model_store import DEFAULT_MODEL, resolve_model
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
 

@@ -18,7 +18,7 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
     def __init__(self, inbox: Inbox, incarnation_id: str) -> None:
         self._inbox, self._incarnation_id = inbox, incarnation_id
 
-    async def CloseTicket(  # type: ignore[override]
+    async def CloseTicket(
         self,
         request: kv_pb2.CloseTicketRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
@@ -29,6 +29,10 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
             return response
         closed = asyncio.Event()
         loop = asyncio.get_running_loop()
-        self._inbox.put(CloseTicket(request, lambda: loop.call_soon_threadsafe(closed.set)))
+
+        def done() -> None:
+            loop.call_soon_threadsafe(closed.set)
+
+        self._inbox.put(CloseTicket(request, done))
         await closed.wait()
         return response

@@ -123,8 +123,8 @@ class PrefillWorker:
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
-                for request in [r for r in self._requests.values() if r.session_id == session_id]:
-                    self._end_early(request, "its router is gone")
+                for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
+                    self._end_early(orphan, "its router is gone")
                     self._parts.metrics.count_end("aborted")
             case WriteEnded():
                 self._on_write_ended(message)
@@ -132,8 +132,8 @@ class PrefillWorker:
                 self._tell_peer_state(agent_name, True, "")
             case PeerFailed(agent_name, reason):
                 self._on_peer_failed(agent_name, reason)
-            case CloseTicket(request, done):
-                self._close_ticket(request, done)
+            case CloseTicket(asked, done):
+                self._close_ticket(asked, done)
             case Notification():
                 # Nobody writes to a prefill worker.
                 self._parts.metrics.ignored_notifications.inc()

@@ -38,7 +38,7 @@ class Tokens:
     """New tokens, in order."""
 
     token_ids: tuple[int, ...]
-    finish_reason: inference_pb2.FinishReason
+    finish_reason: inference_pb2.FinishReason.ValueType
 
 
 @dataclass(frozen=True, slots=True)

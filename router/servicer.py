@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -20,7 +21,7 @@ from rpc.errors import Internal, RequestError
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvferry.v1.InferenceService"
-Context = grpc.aio.ServicerContext  # type: ignore[type-arg]
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -32,7 +33,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._generator, self._dispatcher, self._tokenizer = generator, dispatcher, tokenizer
         self._metrics = metrics
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams an answer."""
@@ -58,7 +59,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await responses.aclose()  # type: ignore[attr-defined]
             self._metrics.ended.labels(status).inc()
 
-    async def Tokenize(  # type: ignore[override]
+    async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         """Ids of a text or chat."""
@@ -69,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await error.abort(context)
         return inference_pb2.TokenizeResponse(token_ids=ids)
 
-    async def Detokenize(  # type: ignore[override]
+    async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         """Text of ids."""
@@ -80,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await error.abort(context)
         return inference_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
 
-    async def GetModelInfo(  # type: ignore[override]
+    async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
         """The served model."""
@@ -98,7 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             page_size=limits.page_size,
         )
 
-    async def GetClusterStatus(  # type: ignore[override]
+    async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: Context
     ) -> inference_pb2.GetClusterStatusResponse:
         """The cluster as this router sees it."""

@@ -29,7 +29,7 @@ LONGEST_PAUSE_SECONDS = 2.0
 class WorkerLink:
     """A worker at an address: its session, its load, and what is bound to it."""
 
-    def __init__(self, address: str, tier: worker_pb2.Tier) -> None:
+    def __init__(self, address: str, tier: worker_pb2.Tier.ValueType) -> None:
         self.address, self.tier = address, tier
         self.info: worker_pb2.WorkerInfo | None = None
         """Set while a session is open."""
@@ -86,7 +86,7 @@ class WorkerPool:
         self.decode: list[WorkerLink] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def add(self, address: str, tier: worker_pb2.Tier) -> WorkerLink:
+    def add(self, address: str, tier: worker_pb2.Tier.ValueType) -> WorkerLink:
         """Starts keeping a session with the worker at an address."""
         link = WorkerLink(address, tier)
         (self.prefill if tier == worker_pb2.TIER_PREFILL else self.decode).append(link)
@@ -169,7 +169,7 @@ class WorkerPool:
     async def _run_session(self, link: WorkerLink) -> None:
         """One session, from hello to its end."""
         async with open_channel(link.address) as channel:
-            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[assignment]
+            stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Session(self._outgoing(link))
             try:
                 async for event in call:
@@ -265,5 +265,5 @@ class _Refused(Exception):
     """A worker that must not be used."""
 
 
-def _tier_name(tier: worker_pb2.Tier) -> str:
+def _tier_name(tier: worker_pb2.Tier.ValueType) -> str:
     return worker_pb2.Tier.Name(tier).removeprefix("TIER_").lower()

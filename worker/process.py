@@ -80,7 +80,7 @@ def no_services(server: aio.Server, parts: WorkerParts) -> None:
 
 def run_worker(
     config: WorkerConfig,
-    tier: worker_pb2.Tier,
+    tier: worker_pb2.Tier.ValueType,
     token_budget: int,
     build_loop: BuildLoop,
     service_names: list[str],
@@ -114,7 +114,7 @@ def run_worker(
 
 async def _serve(
     config: WorkerConfig,
-    tier: worker_pb2.Tier,
+    tier: worker_pb2.Tier.ValueType,
     token_budget: int,
     loaded: LoadedModel,
     kv_cache: KvCache,
@@ -257,7 +257,8 @@ def _check_memory(num_pages: int, config: EngineConfig, loaded: LoadedModel) -> 
     free = _free_memory(config)
     if needed > free:
         raise ConfigError(
-            f"--num-pages is {num_pages}, which takes {needed / 1e9:.1f} GB; free are {free / 1e9:.1f} GB on {config.device}"
+            f"--num-pages is {num_pages}, which takes {needed / 1e9:.1f} GB; "
+            f"free are {free / 1e9:.1f} GB on {config.device}"
         )
 
 

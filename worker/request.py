@@ -26,7 +26,7 @@ class StopRule:
         self.max_tokens = config.max_tokens
         self._stop_token_ids = frozenset(config.stop_token_ids)
 
-    def finish_reason(self, sequence: Sequence) -> inference_pb2.FinishReason:
+    def finish_reason(self, sequence: Sequence) -> inference_pb2.FinishReason.ValueType:
         """Whether the sequence ends with its last token, and why; UNSPECIFIED: it goes on."""
         if sequence.token_ids[-1] in self._stop_token_ids:
             return inference_pb2.FINISH_REASON_STOP
@@ -36,7 +36,10 @@ class StopRule:
 
 
 def check_token_ids(token_ids: Iterable[int], num_prompt_tokens: int, vocab_size: int) -> str | None:
-    """Why these tokens can't be computed, or None. A second look after the router's: no input reaches the loop unchecked."""
+    """Why these tokens can't be computed, or None.
+
+    A second look after the router's: no input reaches the engine loop unchecked.
+    """
     ids = list(token_ids)
     if not ids or not 1 <= num_prompt_tokens <= len(ids):
         return f"num_prompt_tokens is {num_prompt_tokens} of {len(ids)} token ids; a prompt needs at least 1"

@@ -67,7 +67,7 @@ class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._info, self._inbox, self._sessions = info, inbox, sessions
         self._ids = itertools.count(1)
 
-    async def Session(  # type: ignore[override]
+    async def Session(
         self,
         request_iterator: AsyncIterator[worker_pb2.SessionRequest],
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]

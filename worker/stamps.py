@@ -11,10 +11,10 @@ class Stamps:
     """The stages a request reached at this worker, until they are sent."""
 
     def __init__(self) -> None:
-        self._reached: dict[worker_pb2.Stage, float] = {}
-        self._sent: set[worker_pb2.Stage] = set()
+        self._reached: dict[worker_pb2.Stage.ValueType, float] = {}
+        self._sent: set[worker_pb2.Stage.ValueType] = set()
 
-    def reach(self, stage: worker_pb2.Stage) -> None:
+    def reach(self, stage: worker_pb2.Stage.ValueType) -> None:
         """Notes a stage; only the first time counts."""
         self._reached.setdefault(stage, time.monotonic())
 

@@ -199,7 +199,7 @@ class TorchPagedPlan:
         self, layer: int, chunk: _Chunk, query: torch.Tensor, output: torch.Tensor, options: AttentionOptions
     ) -> None:
         backend = self._backend
-        heads, device = backend.num_kv_heads, backend.device
+        heads = backend.num_kv_heads
         keys, values = backend.gather(layer, chunk.rows).view(2, heads, -1, backend.head_dim)
         window = options.sliding_window
         for start in range(0, chunk.num_new_tokens, self._block_tokens):

@@ -1,4 +1,4 @@
-"""`python -m kvferry.model_conversion FILE.gguf FOLDER`: a GGUF file as bf16 safetensors. Needs torch."""
+"""`python -m engine.model_conversion FILE.gguf FOLDER`: a GGUF file as bf16 safetensors. Needs torch."""
 
 from __future__ import annotations
 

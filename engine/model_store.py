@@ -190,7 +190,7 @@ def _convert(gguf: Path, target: Path) -> None:
     """Turns a GGUF file into a folder of bf16 safetensors, in a process of its own since that needs torch."""
     _say(f"converting {gguf.name} to bf16 safetensors; takes a minute and happens once")
     done = subprocess.run(
-        [sys.executable, "-m", "kvferry.model_conversion", str(gguf), str(target)],
+        [sys.executable, "-m", "engine.model_conversion", str(gguf), str(target)],
         stdout=subprocess.DEVNULL,
         stderr=None if sys.stderr.isatty() else subprocess.PIPE,
         text=True,
