@@ -28,7 +28,16 @@ PLAN_KEYWORD = "kvferry_plan"
 
 # Keywords that attention functions get and that ask for nothing beyond what the plan does.
 _HARMLESS_KEYWORDS = frozenset(
-    {PLAN_KEYWORD, "dropout", "is_causal", "position_ids", "use_cache", "cache_position", "output_attentions"}
+    {
+        PLAN_KEYWORD,
+        "dropout",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_router_logits",
+    }
 )
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # RoPE kinds whose frequencies depend on the longest sequence of a step: one request would change another's.

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -22,6 +22,10 @@ from engine.model_store import DEFAULT_MODEL
 from kvferry.local import ClusterConfig
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
+from rpc.process import run_process
+from worker.config import WorkerConfig
+
+Worker = TypeVar("Worker", bound=WorkerConfig)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -121,15 +125,21 @@ def main() -> None:
         _exit_with(f"{error}")
     match command:
         case RouterConfig():
-            _run_router(command)
+            name = command.served_model_name or Path(command.model).name
+            command = dataclasses.replace(command, model=_folder_of(command.model), served_model_name=name)
+            import router.__main__ as router_process
+
+            run_process(lambda: router_process.serve(command), router_process.EXPECTED_ERRORS)
         case PrefillConfig():
+            command = _with_model_folder(command)
             import prefill_service.__main__ as prefill_process
 
-            _run_worker(command, prefill_process.serve, prefill_process.EXPECTED_ERRORS)
+            run_process(lambda: prefill_process.serve(command), prefill_process.EXPECTED_ERRORS)
         case DecodeConfig():
+            command = _with_model_folder(command)
             import decode_service.__main__ as decode_process
 
-            _run_worker(command, decode_process.serve, decode_process.EXPECTED_ERRORS)
+            run_process(lambda: decode_process.serve(command), decode_process.EXPECTED_ERRORS)
         case ClusterConfig():
             sys.exit(_up(command))
         case GenerateCommand():
@@ -161,21 +171,10 @@ def _folder_of(model: str) -> str:
         raise
 
 
-def _run_router(config: RouterConfig) -> None:
-    from router.__main__ import EXPECTED_ERRORS, serve
-    from rpc.process import run_process
-
-    name = config.served_model_name or Path(config.model).name
-    config = dataclasses.replace(config, model=_folder_of(config.model), served_model_name=name)
-    run_process(lambda: serve(config), EXPECTED_ERRORS)
-
-
-def _run_worker(config: Any, serve: Callable[[Any], int], expected_errors: tuple[type[Exception], ...]) -> None:
-    from rpc.process import run_process
-
+def _with_model_folder(config: Worker) -> Worker:
+    """The same settings with the model's folder. Before anything heavy is imported, so that a typo is told at once."""
     engine = dataclasses.replace(config.engine, model=_folder_of(config.engine.model))
-    config = dataclasses.replace(config, engine=engine)
-    run_process(lambda: serve(config), expected_errors)
+    return dataclasses.replace(config, engine=engine)
 
 
 def _up(config: ClusterConfig) -> int:
@@ -186,20 +185,23 @@ def _up(config: ClusterConfig) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())
     cluster = LocalCluster(config)
+    code, said = 0, ""
     try:
         cluster.start(stop.is_set)
         print(f"kvferry: ready on {cluster.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
         while not stop.wait(0.2):
             if (dead := cluster.dead()) is not None:
-                print(f"kvferry: {dead.name} ended with code {dead.popen.returncode}; ending all", file=sys.stderr)
-                return 1
+                code, said = 1, f"{dead.name} ended with code {dead.popen.returncode}"
+                break
     except (StartFailed, ModelUnavailable) as error:
         if not stop.is_set():
-            print(f"kvferry: error: {error}", file=sys.stderr)
-            return 2
+            code, said = 2, str(error)
     finally:
         cluster.stop()
-    return 0
+    if said:
+        # Last, so that it is not buried under the log of processes that end.
+        print(f"kvferry: error: {said}", file=sys.stderr)
+    return code
 
 
 def _generate(command: GenerateCommand) -> int:

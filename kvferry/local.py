@@ -30,6 +30,8 @@ from rpc.process import write_ready_file
 START_SECONDS = 300.0
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.02
+ERROR_PREFIX = "kvferry: error: "
+"""How a process begins the line that says why it can't run."""
 
 
 class StartFailed(Exception):
@@ -193,8 +195,13 @@ class LocalCluster:
         while not process.ready_file.exists():
             if process.popen.poll() is not None:
                 time.sleep(0.2)  # the log thread may still have the reason to read
-                reason = next((line for line in reversed(process.recent) if line), "it said nothing")
-                raise StartFailed(f"{process.name} ended with code {process.popen.returncode}: {reason}")
+                said = [line for line in process.recent if line]
+                reason = next(
+                    (line for line in said if line.startswith(ERROR_PREFIX)), (said or ["it said nothing"])[-1]
+                )
+                raise StartFailed(
+                    f"{process.name} ended with code {process.popen.returncode}: {reason.removeprefix(ERROR_PREFIX)}"
+                )
             if self._give_up():
                 raise StartFailed("told to stop")
             if time.monotonic() > end:

@@ -78,7 +78,8 @@ def run_process(main: Callable[[], int], expected_errors: tuple[type[Exception],
     try:
         code = main()
     except expected_errors as error:
-        print(f"kvferry: error: {error}", file=sys.stderr)
+        # One line, whatever a library put into its message.
+        print(f"kvferry: error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 2
     sys.stdout.flush()
     sys.stderr.flush()

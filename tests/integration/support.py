@@ -1,0 +1,83 @@
+"""Real clusters for tests: processes, NIXL, gRPC on loopback; and the promises checked after each use."""
+
+from __future__ import annotations
+
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.client import Client
+from kvferry.local import ClusterConfig, LocalCluster
+
+
+class TestCluster:
+    """A local cluster, a client, and looks inside."""
+
+    __test__ = False
+
+    def __init__(self, cluster: LocalCluster, client: Client, config: ClusterConfig):
+        self.cluster, self.client, self.config = cluster, client, config
+
+    @property
+    def address(self):
+        return self.cluster.address
+
+    def metrics(self, name):
+        """{sample name + labels: value} of a process."""
+        with urllib.request.urlopen(self.cluster.find(name).info["metrics"], timeout=10) as response:
+            text = response.read().decode()
+        return {
+            sample.name + "".join(f",{v}" for k, v in sorted(sample.labels.items()) if k != "tier"): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def workers(self):
+        return [p.name for p in self.cluster.processes if p.name != "router" and p.popen.poll() is None]
+
+    def busy(self):
+        """What is not at rest, by process: pages not free, sequences, requests."""
+        found = {}
+        for name in self.workers():
+            values = self.metrics(name)
+            pages = {k.split(",")[1]: v for k, v in values.items() if k.startswith("kvferry_pages,")}
+            assert sum(pages.values()) == values["kvferry_pages_total"], f"{name}: pages do not add up: {pages}"
+            found |= {f"{name} pages {k}": v for k, v in pages.items() if v and k not in ("free", "cached")}
+            found |= {f"{name} {k}": v for k, v in values.items() if k.startswith("kvferry_sequences,") and v}
+        values = self.metrics("router")
+        found |= {f"router {k}": v for k, v in values.items() if k.startswith("kvferry_active_requests,") and v}
+        return found
+
+    def settle(self, seconds=1.0):
+        """SETTLE: within `seconds`, every page is free and every gauge 0. Then no process was restarted."""
+        end = time.monotonic() + seconds
+        while (busy := self.busy()) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not busy, f"not at rest after {seconds} s: {busy}"
+
+    def greedy(self, prompt, max_tokens=8, **options):
+        """A whole greedy answer, EOS ignored, with ids."""
+        options = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True, "timeout": 120} | options
+        return self.client.generate(prompt, max_tokens=max_tokens, **options).result()
+
+
+@contextmanager
+def running_cluster(log_dir: Path, **options):
+    """A cluster that is at rest and gone at the end; its logs are shown if something fails."""
+    config = ClusterConfig(**({"dtype": "float32", "port": 0, "log_dir": log_dir} | options))
+    try:
+        with LocalCluster(config) as cluster, Client(cluster.address) as client:
+            pids = [process.pid for process in cluster.processes]
+            test_cluster = TestCluster(cluster, client, config)
+            yield test_cluster
+            test_cluster.settle()
+            pids += [process.pid for process in cluster.processes]
+    except BaseException:
+        for log in sorted(log_dir.glob("*.log")):
+            print(f"--- {log.name}\n{log.read_text()[-4000:]}")
+        raise
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], "processes are left behind"

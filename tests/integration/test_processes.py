@@ -1,0 +1,265 @@
+"""Processes: what users type wrong is told in one line, nothing is left behind, workers may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from kvferry.client import Client, KvferryError
+from tests.integration.support import running_cluster
+
+KVFERRY = [sys.executable, "-m", "kvferry"]
+
+
+def run(*arguments, **options):
+    return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+def wait_until(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "what the test waits for did not happen"
+        time.sleep(0.05)
+
+
+def gone(pids):
+    return all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids)
+
+
+@pytest.fixture
+def up(tiny_model, tmp_path):
+    """`kvferry up` as a user types it; gives the process and the ready file's content."""
+    ready = tmp_path / "ready.json"
+    command = [*KVFERRY, "up", "--model", str(tiny_model("llama")), "--port", "0", "--ready-file", str(ready)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: ready.exists() or process.poll() is not None)
+    assert process.poll() is None, process.stderr.read()
+    content = json.loads(ready.read_text())
+    yield process, content
+    process.kill()
+    process.wait()
+    wait_until(lambda: gone(all_pids(content)), 20)
+
+
+def all_pids(content):
+    return [content["router"]["pid"], *(w["pid"] for tier in ("prefill", "decode") for w in content[tier])]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_up_ends_everything_on_a_signal(up, signum):
+    process, content = up
+    assert content["pid"] == process.pid
+    with Client(content["address"]) as client:
+        assert client.generate("hello", max_tokens=3).result().usage.completion_tokens <= 3
+    process.send_signal(signum)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0, log
+    assert "[router] " in log
+    assert "[prefill-0] " in log
+    assert gone(all_pids(content))
+
+
+def test_no_orphan_survives_even_a_killed_parent(up):
+    process, content = up
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: gone(all_pids(content)), 20)
+
+
+def test_up_says_which_process_died(up):
+    process, content = up
+    os.kill(content["decode"][0]["pid"], signal.SIGKILL)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "decode-0 ended with code -9" in log
+
+
+def test_a_port_in_use_is_named(tiny_model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("up", "--model", str(tiny_model("llama")), "--port", str(port))
+        assert done.returncode == 2
+        assert f"--port {port} on 127.0.0.1 can't be listened on" in done.stderr.splitlines()[-1]
+        done = run("decode", "--model", str(tiny_model("llama")), "--metrics-port", str(port))
+        assert done.returncode == 2
+        assert f"--metrics-port {port}" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["up", "prefill", "decode", "router"])
+def test_a_missing_model_is_named(command):
+    done = run(command, "--model", "/no/such/model")
+    assert done.returncode == 2
+    assert "--model /no/such/model: there is no such folder or GGUF file" in done.stderr.splitlines()[-1]
+
+
+def test_a_model_that_can_not_be_run_is_named_by_up(tiny_model, tmp_path):
+    config = json.loads((tiny_model("llama") / "config.json").read_text())
+    config["model_type"] = "no_such_kind"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = run("up", "--model", str(tmp_path), "--port", "0")
+    assert done.returncode == 2
+    assert "its config.json can't be read" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--prefill", "0"], "--prefill is 0"),
+        (["up", "--page-size", "0"], "--page-size is 0"),
+        (["up", "--token-budget", "-5"], "--token-budget is -5"),
+        (["up", "--port", "70000"], "--port is 70000"),
+        (["prefill", "--model", "x", "--token-budget", "0"], "--token-budget is 0"),
+        (["decode", "--model", "x", "--num-pages", "0"], "--num-pages is 0"),
+        (["decode", "--model", "x", "--cpus", "a-b"], "--cpus is 'a-b'"),
+        (["router", "--model", "x", "--prefill", "nowhere"], "it must look like host:port"),
+        (["up", "--dtype", "int3"], "int3"),
+        (["up", "--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_bad_flags_are_refused_before_anything_starts(arguments, words):
+    done = run(*arguments, env=os.environ | {"COLUMNS": "200"})
+    assert done.returncode == 2
+    assert words in done.stderr + done.stdout
+
+
+def test_pages_that_do_not_fit_memory_are_refused(tiny_model):
+    done = run("decode", "--model", str(tiny_model("llama")), "--num-pages", "999999999")
+    assert done.returncode == 2
+    assert "--num-pages is 999999999, which takes" in done.stderr.splitlines()[-1]
+
+
+def test_a_broken_transport_never_becomes_ready(tiny_model, tmp_path):
+    """Casebook C109."""
+    ready = tmp_path / "ready.json"
+    env = os.environ | {"UCX_TLS": "nonsense"}
+    done = run("decode", "--model", str(tiny_model("llama")), "--ready-file", str(ready), env=env)
+    assert done.returncode == 2
+    assert "NIXL with UCX can't start" in done.stderr.splitlines()[-1]
+    assert not ready.exists()
+
+
+def test_commands_without_a_router_say_so():
+    for arguments in (["generate", "hi"], ["status"]):
+        done = run(*arguments, "--address", "127.0.0.1:1")
+        assert done.returncode == 1
+        assert "UNAVAILABLE" in done.stderr
+
+
+class TestTwoByTwo:
+    """Two workers of each tier; they may die and come back."""
+
+    @pytest.fixture(scope="class")
+    def cluster(self, tiny_model, tmp_path_factory):
+        with running_cluster(
+            tmp_path_factory.mktemp("logs"),
+            model=str(tiny_model("llama")),
+            prefill=2,
+            decode=2,
+            token_budget=32,
+            num_pages=200,
+        ) as cluster:
+            yield cluster
+
+    def test_the_command_line_serves(self, cluster):
+        done = run("generate", "hello there", "--address", cluster.address, "--json", "--max-tokens", "4")
+        assert done.returncode == 0, done.stderr
+        answer = json.loads(done.stdout)
+        assert answer["usage"]["completion_tokens"] == len(answer["token_ids"]) <= 4
+        assert answer["kv_transfer"]["bytes"] > 0
+        assert answer["timings_ms"]["finished"] > 0
+        streamed = run("generate", "-", "--address", cluster.address, "--max-tokens", "4", input="hello there")
+        assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
+        status = run("status", "--address", cluster.address, env=os.environ | {"COLUMNS": "200"})
+        assert "4 ready pairs" in status.stdout
+        assert "decode-1" in status.stdout
+
+    def test_a_chat_remembers_and_ends_with_an_empty_line(self, cluster):
+        done = run("chat", "--address", cluster.address, "--max-tokens", "5", input="one\ntwo\n\n")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("you> ") == 3
+
+    def test_all_pairs_work(self, cluster):
+        expected = cluster.greedy([5, 6, 7] * 20, 8).token_ids
+        streams = [
+            cluster.client.generate([5, 6, 7] * 20, max_tokens=8, temperature=0, ignore_eos=True, return_token_ids=True)
+            for _ in range(24)
+        ]
+        assert {stream.result().token_ids for stream in streams} == {expected}
+        for worker in ("prefill-0", "prefill-1"):
+            assert cluster.metrics(worker)["kvferry_kv_bytes_total"] > 0
+
+    @pytest.mark.parametrize("tier", ["decode", "prefill"])
+    def test_a_killed_worker_costs_no_request_and_no_token(self, cluster, tier):
+        """Promise 3, in its simplest form: streams go on elsewhere from the next token."""
+        prompts = [[9, 8, i + 10] * 30 for i in range(8)]
+        expected = [cluster.greedy(p, 150).token_ids for p in prompts]
+        streams = [
+            cluster.client.generate(p, max_tokens=150, temperature=0.0, ignore_eos=True, return_token_ids=True)
+            for p in prompts
+        ]
+        iterators = [iter(stream) for stream in streams]
+        if tier == "decode":
+            for iterator in iterators:
+                next(iterator)
+        retries = f"kvferry_request_retries_total,{tier}_lost"
+        retried = cluster.metrics("router").get(retries, 0)
+        os.kill(cluster.cluster.find(f"{tier}-0").pid, signal.SIGKILL)
+        results = []
+        for stream, iterator in zip(streams, iterators, strict=True):
+            for _ in iterator:
+                pass
+            results.append(stream.result().token_ids)
+        assert results == expected
+        assert cluster.metrics("router")[retries] > retried, "nothing ran on the killed worker"
+        cluster.settle(10)
+        self.bring_back(cluster, tier)
+
+    def bring_back(self, cluster, tier):
+        """Starts the dead worker again at its address, with a new incarnation."""
+        dead = cluster.cluster.find(f"{tier}-0")
+        cluster.cluster.processes.remove(dead)
+        process = cluster.cluster.start_worker(tier, 0, "--port", dead.address.rpartition(":")[2])
+        cluster.cluster.wait_ready(process)
+        wait_until(lambda: cluster.client.cluster_status().ready_pairs == 4)
+
+    def test_a_worker_that_came_back_is_used_again(self, cluster):
+        """Casebook C150."""
+        before = cluster.metrics("prefill-0")["kvferry_kv_bytes_total"]
+        streams = [cluster.client.generate([7] * 90, max_tokens=3, ignore_eos=True) for _ in range(16)]
+        for stream in streams:
+            stream.result()
+        assert cluster.metrics("prefill-0")["kvferry_kv_bytes_total"] > before
+
+    def test_a_router_without_workers_says_what_is_missing(self, cluster, tiny_model, tmp_path):
+        process = cluster.cluster._spawn("lonely", "router", ["--prefill", "127.0.0.1:1", "--port", "0"])
+        wait_until(lambda: any("router listens" in line for line in process.recent))
+        address = next(line for line in process.recent if "router listens" in line).split("address=")[1].split()[0]
+        with Client(address) as client, pytest.raises(KvferryError, match="no decode worker") as caught:
+            client.generate("hi").result()
+        assert caught.value.code.name == "UNAVAILABLE"
+        process.popen.terminate()
+        assert process.popen.wait(20) == 0
+        cluster.cluster.processes.remove(process)
+
+    def test_different_page_sizes_are_refused_with_both_values(self, cluster):
+        """Casebook C090."""
+        workers = cluster.cluster
+        other = workers.start_worker("decode", 9, "--page-size", "8")
+        workers.wait_ready(other)
+        prefill = workers.find("prefill-0").address
+        router = workers._spawn("strict", "router", ["--prefill", prefill, "--decode", other.address, "--port", "0"])
+        wait_until(lambda: any("pair refused" in line for line in router.recent))
+        assert any("page_size (prefill 16, decode 8)" in line for line in router.recent)
+        for process in (router, other):
+            process.popen.terminate()
+            assert process.popen.wait(20) == 0
+            workers.processes.remove(process)

@@ -1,0 +1,98 @@
+"""The transfer thread: every write ends, errors included, and an idle one costs next to nothing."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from kv_transfer.base import Notification, PageRegion
+from kv_transfer.local_transport import LocalHub, LocalTransport
+from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, TransferThread, WriteEnded
+
+
+class Worker:
+    """A transfer thread over a small pool."""
+
+    def __init__(self, make, name):
+        self.memory = np.zeros((8, 4096), dtype=np.uint8)
+        self.name = name
+        self.events: queue.Queue = queue.Queue()
+        self.transport = make(name, PageRegion(self.memory.ctypes.data, 8, 4096))
+        self.thread = TransferThread(self.transport, self.events.put)
+        self.thread.start()
+
+    def next_event(self):
+        return self.events.get(timeout=10)
+
+
+@pytest.fixture(params=["local", "nixl"])
+def workers(request):
+    hub = LocalHub()
+    make = NixlTransport if request.param == "nixl" else lambda name, region: LocalTransport(hub, name, region)
+    pair = Worker(make, f"w-{time.monotonic_ns()}"), Worker(make, f"o-{time.monotonic_ns()}")
+    yield pair
+    for worker in pair:
+        worker.thread.stop()
+        assert not worker.thread.is_alive
+
+
+def make_write(owner, pages=(0, 1), tag="tag"):
+    return PageWrite(tag, owner.name, tuple(pages), tuple(pages), b"payload")
+
+
+def test_a_write_ends_and_the_owner_hears_of_it(workers):
+    writer, owner = workers
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerConnected(owner.name)
+    writer.memory[:] = 5
+    writer.thread.write(make_write(owner))
+    ended = writer.next_event()
+    assert isinstance(ended, WriteEnded)
+    assert ended.ok
+    assert ended.write.tag == "tag"
+    assert ended.ended >= ended.started
+    assert owner.next_event() == Notification(writer.name, b"payload")
+    assert (owner.memory[:2] == 5).all()
+
+
+def test_a_write_of_no_pages_is_complete_at_once_and_still_heard(workers):
+    writer, owner = workers
+    writer.thread.connect(owner.transport.endpoint())
+    writer.next_event()
+    writer.thread.write(make_write(owner, pages=()))
+    assert writer.next_event().ok
+    assert owner.next_event().payload == b"payload"
+
+
+def test_a_write_to_a_stranger_ends_too(workers):
+    """Casebook C088: a write that could not be started is reported."""
+    writer, owner = workers
+    writer.thread.write(make_write(owner))
+    ended, failed = writer.next_event(), writer.next_event()
+    assert isinstance(ended, WriteEnded)
+    assert not ended.ok
+    assert "never connected" in ended.reason
+    assert isinstance(failed, PeerFailed)
+
+
+def test_a_peer_that_can_not_be_reached_is_said_to_be_failed(workers):
+    writer, owner = workers
+    endpoint = owner.transport.endpoint()
+    endpoint.page_bytes = 1
+    writer.thread.connect(endpoint)
+    failed = writer.next_event()
+    assert isinstance(failed, PeerFailed)
+    assert "pages of 1 bytes" in failed.reason
+
+
+def test_idle_threads_cost_next_to_nothing(workers):
+    """A ratio from one run: CPU time of this process against wall time, two idle threads."""
+    time.sleep(0.2)
+    cpu, wall = time.process_time(), time.monotonic()
+    time.sleep(1.0)
+    share = (time.process_time() - cpu) / (time.monotonic() - wall)
+    assert share < 0.1, f"two idle transfer threads take {share:.0%} of a core"

@@ -1,0 +1,254 @@
+"""The router's request machine with scripted workers: no process, no socket."""
+
+from __future__ import annotations
+
+import pytest
+
+from protos import inference_pb2 as pb
+from protos import worker_pb2 as wpb
+from router.dispatch import Dispatcher
+from router.metrics import RouterMetrics
+from router.request import MAX_ATTEMPTS, Ended, Request, RequestState, Tokens
+from router.validation import CheckedRequest
+from router.worker_pool import WorkerLink
+from rpc.errors import Unavailable
+
+pytestmark = pytest.mark.asyncio
+
+
+def make_link(tier, name, num_pages=100, token_budget=64):
+    link = WorkerLink(f"{name}:1", tier)
+    link.info = wpb.WorkerInfo(worker_id=name, incarnation_id="1", tier=tier)
+    link.info.endpoint.agent_name = f"agent-{name}"
+    limits = link.info.limits
+    limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 1000
+    link.load.free_pages = num_pages
+    return link
+
+
+class Rig:
+    """A dispatcher over scripted links; `sent` takes the commands queued for a link."""
+
+    def __init__(self, prefill=1, decode=1):
+        self.dispatcher = Dispatcher("router", "hash", 5.0, RouterMetrics())
+        self.prefill = [make_link(wpb.TIER_PREFILL, f"p{i}") for i in range(prefill)]
+        self.decode = [make_link(wpb.TIER_DECODE, f"d{i}") for i in range(decode)]
+        pool = self.dispatcher.pool
+        pool.prefill, pool.decode = list(self.prefill), list(self.decode)
+        for link in self.prefill:
+            link.ready_peers = {d.agent_name for d in self.decode}
+
+    def submit(self, num_tokens=20, max_tokens=10):
+        stop = wpb.StopConfig(max_tokens=max_tokens)
+        checked = CheckedRequest("r", (5,) * num_tokens, wpb.SamplingConfig(), stop, (), False, frozenset(), False)
+        request = Request(checked, None)
+        self.dispatcher.submit(request)
+        return request
+
+    @staticmethod
+    def sent(link):
+        commands = []
+        while not link.commands.empty():
+            commands.append(link.commands.get_nowait())
+        return commands
+
+    def kinds(self, link):
+        return [command.WhichOneof("command") for command in self.sent(link)]
+
+    def event(self, link, **event):
+        self.dispatcher._on_event(link, wpb.SessionResponse(**event))
+
+    def reserved(self, request, link=None):
+        event = wpb.ReservedEvent(request_id=request.wire_id, attempt=request.attempt)
+        self.event(link or self.decode[0], reserved=event)
+
+    def tokens(self, request, link, first_index, *ids, finish=pb.FINISH_REASON_UNSPECIFIED):
+        output = wpb.TokenOutput(
+            request_id=request.wire_id,
+            attempt=request.attempt,
+            first_index=first_index,
+            token_ids=ids,
+            finish_reason=finish,
+        )
+        self.event(link, step_output=wpb.StepOutput(outputs=[output]))
+
+    def transferred(self, request, link):
+        event = wpb.TransferFinishedEvent(request_id=request.wire_id, attempt=request.attempt)
+        event.kv_transfer.bytes = 7
+        self.event(link, transfer_finished=event)
+
+    def lose(self, link):
+        link.info = None
+        for prefill in self.prefill:
+            prefill.ready_peers.discard(f"agent-{link.address.split(':')[0]}")
+        self.dispatcher._on_lost(link)
+
+
+def events(request):
+    found = []
+    while not request.events.empty():
+        found.append(request.events.get_nowait())
+    return found
+
+
+def ids(found):
+    return [token for event in found if isinstance(event, Tokens) for token in event.token_ids]
+
+
+async def test_a_request_goes_reserve_prefill_decode_and_ends_with_final_numbers():
+    rig = Rig()
+    request = rig.submit()
+    [p], [d] = rig.prefill, rig.decode
+    [reserve] = rig.sent(d)
+    assert reserve.reserve.writer_agent_name == "agent-p0"
+    rig.reserved(request)
+    assert rig.kinds(p) == ["prefill"]
+    rig.tokens(request, p, 0, 11)
+    rig.tokens(request, d, 1, 12, finish=pb.FINISH_REASON_LENGTH)
+    assert ids(events(request)) == [11, 12]
+    assert request.state is RequestState.RUNNING
+    rig.transferred(request, p)
+    assert events(request) == [Ended(None)]
+    assert request.kv_transfer.bytes == 7
+    assert rig.kinds(p) == rig.kinds(d) == []
+    assert rig.dispatcher.num_running == 0
+
+
+async def test_tokens_from_two_workers_are_put_in_order():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, rig.decode[0], 1, 12)
+    assert events(request) == []
+    rig.tokens(request, rig.prefill[0], 0, 11)
+    rig.tokens(request, rig.prefill[0], 0, 11)
+    assert ids(events(request)) == [11, 12]
+
+
+async def test_an_answer_that_ends_with_its_first_token_frees_decode_at_once():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.sent(rig.decode[0])
+    rig.tokens(request, rig.prefill[0], 0, 2, finish=pb.FINISH_REASON_STOP)
+    assert rig.kinds(rig.decode[0]) == ["abort"]
+    rig.transferred(request, rig.prefill[0])
+    assert events(request)[-1] == Ended(None)
+
+
+async def test_cancel_tells_both_legs_and_late_events_are_ignored():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.sent(rig.decode[0])
+    rig.dispatcher.cancel(request)
+    rig.dispatcher.cancel(request)
+    assert rig.kinds(rig.prefill[0]) == ["prefill", "abort"]
+    assert rig.kinds(rig.decode[0]) == ["abort"]
+    rig.tokens(request, rig.prefill[0], 0, 2)
+    rig.reserved(request)
+    assert events(request) == []
+    assert rig.kinds(rig.prefill[0]) == []
+
+
+async def test_a_prefill_worker_has_about_one_step_of_work_and_the_rest_waits_in_the_router():
+    rig = Rig()
+    requests = [rig.submit(num_tokens=40) for _ in range(5)]
+    assert (rig.dispatcher.num_running, rig.dispatcher.num_queued) == (2, 3)
+    rig.reserved(requests[0])
+    rig.tokens(requests[0], rig.prefill[0], 0, 3)
+    assert (rig.dispatcher.num_running, rig.dispatcher.num_queued) == (3, 2)
+
+
+async def test_a_refused_request_waits_for_the_workers_next_report():
+    rig = Rig()
+    request = rig.submit()
+    refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
+    rig.sent(rig.decode[0])
+    rig.event(rig.decode[0], refused=refused)
+    assert request.state is RequestState.QUEUED
+    assert rig.kinds(rig.decode[0]) == []
+    rig.decode[0].is_full = False
+    rig.dispatcher._bind_waiting()
+    assert rig.kinds(rig.decode[0]) == ["reserve"]
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+async def test_a_lost_worker_costs_an_attempt_not_a_token(tier):
+    rig = Rig(prefill=2, decode=2)
+    request = rig.submit()
+    prefill, decode = request.prefill, request.decode
+    rig.reserved(request, decode)
+    rig.tokens(request, prefill, 0, 11)
+    lost, other = (prefill, decode) if tier == "prefill" else (decode, prefill)
+    rig.sent(other)
+    rig.lose(lost)
+    assert "abort" in rig.kinds(other)
+    assert request.attempt == 1
+    assert lost not in (request.prefill, request.decode)
+    rig.reserved(request, request.decode)
+    [command] = rig.sent(request.prefill)
+    assert list(command.prefill.token_ids)[-1] == 11
+    assert command.prefill.num_prompt_tokens == 20
+    rig.tokens(request, request.prefill, 1, 12)
+    assert ids(events(request)) == [11, 12]
+
+
+async def test_a_lost_prefill_worker_does_not_matter_once_decode_runs():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, rig.prefill[0], 0, 11)
+    rig.tokens(request, rig.decode[0], 1, 12)
+    rig.lose(rig.prefill[0])
+    rig.tokens(request, rig.decode[0], 2, 13, finish=pb.FINISH_REASON_LENGTH)
+    found = events(request)
+    assert ids(found) == [11, 12, 13]
+    assert found[-1] == Ended(None)
+
+
+async def test_retries_are_bounded():
+    """No retry storm: the last error reaches the client."""
+    rig = Rig()
+    request = rig.submit()
+    for attempt in range(MAX_ATTEMPTS):
+        assert request.attempt == attempt
+        failed = wpb.RequestFailedEvent(
+            request_id=request.wire_id, attempt=attempt, status_code=14, message="why", retryable=True
+        )
+        rig.event(rig.decode[0], request_failed=failed)
+    [ended] = events(request)
+    assert isinstance(ended.error, Unavailable)
+    assert ended.error.message == "why"
+    assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
+
+
+async def test_without_any_pair_a_request_is_refused_at_once():
+    rig = Rig()
+    rig.prefill[0].ready_peers.clear()
+    with pytest.raises(Unavailable, match="no pair of prefill and decode workers is ready"):
+        rig.submit()
+
+
+async def test_a_request_that_lost_its_last_pair_waits_a_stated_time():
+    rig = Rig()
+    rig.dispatcher._worker_loss_seconds = 0.05
+    request = rig.submit()
+    rig.lose(rig.decode[0])
+    assert request.state is RequestState.QUEUED
+    ended = await request.events.get()
+    assert isinstance(ended.error, Unavailable)
+    assert rig.dispatcher.num_queued == 0
+
+
+async def test_equal_workers_get_equal_shares():
+    rig = Rig(prefill=2, decode=2)
+    shares = {}
+    for _ in range(400):
+        request = rig.submit(num_tokens=64)
+        for link in (request.prefill, request.decode):
+            shares[link.address] = shares.get(link.address, 0) + 1
+        rig.dispatcher.cancel(request)
+    for tier in ("p", "d"):
+        first, second = (n for address, n in sorted(shares.items()) if address.startswith(tier))
+        assert abs(first - second) < 0.2 * 400

@@ -1,0 +1,142 @@
+"""Bad input gets INVALID_ARGUMENT with the field and the limit, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from protos import inference_pb2 as pb
+from router.tokenizer import Tokenizer
+from router.validation import ClusterLimits, check_request
+from rpc.errors import InvalidArgument, NotFound
+
+VOCAB = 320
+LIMITS = ClusterLimits(max_model_len=64, vocab_size=VOCAB, page_size=8, prefill_pages=6, decode_pages=7)
+NAN = math.nan
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return Tokenizer(tiny_model("llama"))
+
+
+def make_request(**changes):
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 10))
+    for path, value in changes.items():
+        target, names = request, path.split("__")
+        for name in names[:-1]:
+            target = getattr(target, name)
+        if isinstance(value, (list, dict)):
+            getattr(target, names[-1]).clear() if isinstance(value, dict) else None
+            field = getattr(target, names[-1])
+            field.update(value) if isinstance(value, dict) else field.extend(value)
+        else:
+            setattr(target, names[-1], value)
+    return request
+
+
+def check(request, tokenizer, limits=LIMITS):
+    return check_request(request, tokenizer, "tiny", limits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "words"),
+    [
+        ({"sampling__temperature": -0.1}, "sampling.temperature", "at least 0"),
+        ({"sampling__temperature": NAN}, "sampling.temperature", "finite"),
+        ({"sampling__temperature": math.inf}, "sampling.temperature", "finite"),
+        ({"sampling__top_p": 0.0}, "sampling.top_p", r"\(0, 1\]"),
+        ({"sampling__top_p": 1.001}, "sampling.top_p", r"\(0, 1\]"),
+        ({"sampling__top_p": NAN}, "sampling.top_p", r"\(0, 1\]"),
+        ({"sampling__top_k": -2}, "sampling.top_k", "-1 for off"),
+        ({"sampling__min_p": 0.1}, "sampling.min_p", "not served"),
+        ({"sampling__repetition_penalty": 1.2}, "sampling.repetition_penalty", "not served"),
+        ({"sampling__repetition_penalty": 0.0}, "sampling.repetition_penalty", "not served"),
+        ({"sampling__presence_penalty": 1.0}, "sampling.presence_penalty", "not served"),
+        ({"sampling__frequency_penalty": NAN}, "sampling.frequency_penalty", "not served"),
+        ({"sampling__logit_bias": {3: 1.0}}, "sampling.logit_bias", "not served"),
+        ({"sampling__n": 2}, "sampling.n", "not served"),
+        ({"stop__min_tokens": 3}, "stop.min_tokens", "not served"),
+        ({"num_logprobs": 1}, "num_logprobs", "not served"),
+        ({"echo_prompt_logprobs": True}, "echo_prompt_logprobs", "not served"),
+        ({"priority": 1}, "priority", "not served"),
+        ({"stop__max_tokens": 0}, "stop.max_tokens", "at least 1"),
+        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 47 fit the largest decode worker's pool of 57"),
+        ({"stop__stop": [""]}, r"stop.stop\[0\]", "1 to 1000"),
+        ({"stop__stop": ["x"] * 17}, "stop.stop", "at most 16"),
+        ({"stop__stop_token_ids": [3, VOCAB]}, r"stop.stop_token_ids\[1\]", "is 320"),
+        ({"stop__stop_token_ids": [3] * 65}, "stop.stop_token_ids", "at most 64"),
+        ({"token_ids__ids": [-1]}, r"token_ids\[10\]", r"is -1; token ids must be in \[0, 320\)"),
+        ({"token_ids__ids": [VOCAB]}, r"token_ids\[10\]", "is 320"),
+        ({"token_ids__ids": [2**31 - 1]}, r"token_ids\[10\]", "is 2147483647"),
+        ({"token_ids__ids": [5] * 39}, "prompt", "prefill worker's pool holds 48 \\(6 pages of 8\\)"),
+        ({"token_ids__ids": [5] * 54}, "prompt", "at most 63 fit the model's limit of 64"),
+        ({"text": ""}, "text", "is empty"),
+        ({"request_id": "x" * 129}, "request_id", "at most 128"),
+    ],
+)  # fmt: skip
+def test_each_bad_value_names_its_field_and_limit(changes, field, words, tokenizer):
+    with pytest.raises(InvalidArgument, match=f"^{field}: .*{words}") as caught:
+        check(make_request(**changes), tokenizer)
+    detail = caught.value.details()[0]
+    assert detail.field_violations[0].field == caught.value.field
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{}, {"token_ids": pb.TokenIds()}, {"chat": pb.ChatMessages()}, {"text": ""}],
+)
+def test_empty_prompts_are_refused(prompt, tokenizer):
+    """Casebook C044."""
+    with pytest.raises(InvalidArgument, match=r"at least 1|is missing"):
+        check(pb.GenerateRequest(**prompt), tokenizer)
+
+
+def test_a_message_without_a_role_is_named(tokenizer):
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="x"), pb.ChatMessage(content="y")])
+    with pytest.raises(InvalidArgument, match=r"chat.messages\[1\].role"):
+        check(pb.GenerateRequest(chat=chat), tokenizer)
+
+
+def test_another_model_is_not_found(tokenizer):
+    with pytest.raises(NotFound, match="'gpt-9' is not served here; this router serves 'tiny'"):
+        check(make_request(model="gpt-9"), tokenizer)
+
+
+def test_defaults_are_filled_in(tokenizer):
+    checked = check(make_request(), tokenizer)
+    assert (checked.sampling.temperature, checked.sampling.top_p, checked.sampling.top_k) == (1.0, 1.0, 0)
+    assert checked.stop.max_tokens == 7 * 8 + 1 - 10
+    assert list(checked.stop.stop_token_ids) == [1]
+    assert checked.request_id.startswith("req-")
+
+
+def test_neutral_values_of_unserved_fields_are_fine(tokenizer):
+    check(make_request(sampling__n=1, sampling__repetition_penalty=1.0, sampling__min_p=0.0), tokenizer)
+
+
+def test_seeds_are_drawn_differently_if_unset_and_kept_if_set(tokenizer):
+    """Casebook C034."""
+    assert len({check(make_request(), tokenizer).sampling.seed for _ in range(20)}) == 20
+    assert check(make_request(sampling__seed=0), tokenizer).sampling.seed == 0
+    assert check(make_request(sampling__seed=2**64 - 1), tokenizer).sampling.seed == 2**64 - 1
+
+
+def test_ignore_eos_leaves_the_clients_stop_ids(tokenizer):
+    """Casebook C016."""
+    checked = check(make_request(stop__ignore_eos=True, stop__stop_token_ids=[9]), tokenizer)
+    assert list(checked.stop.stop_token_ids) == [9]
+
+
+@pytest.mark.parametrize(("length", "most"), [(1, 63), (62, 2), (63, 1)])
+def test_prompt_and_answer_fill_the_models_limit_exactly(length, most, tokenizer):
+    """Casebook C045, C055."""
+    limits = ClusterLimits(64, VOCAB, 8, 100, 100)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * length))
+    assert check(request, tokenizer, limits).stop.max_tokens == most
+    request.stop.max_tokens = most
+    check(request, tokenizer, limits)
+    request.stop.max_tokens = most + 1
+    with pytest.raises(InvalidArgument, match=f"at most {most} fit the model's limit of 64"):
+        check(request, tokenizer, limits)
