@@ -96,8 +96,6 @@ class Bounds:
         self._body, self._head = loaded.num_parameters.body, loaded.num_parameters.head
         self._loaded, self._rates = loaded, rates
         self._item = torch.empty((), dtype=loaded.dtype).element_size()
-        config = loaded.model.config.get_text_config()
-        self._query_width = config.num_attention_heads * loaded.kv_shape.head_dim
 
     def seconds(self, num_tokens: int, num_sampled: int, contexts: list[int], attended: int) -> float:
         """At least this long for `num_tokens` new tokens, of which `num_sampled` get logits.
@@ -107,7 +105,7 @@ class Bounds:
         shape = self._loaded.kv_shape
         kv_token_bytes = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * self._item
         flops = 2 * (self._body * num_tokens + self._head * num_sampled)
-        flops += 4 * self._query_width * attended * shape.num_layers
+        flops += 4 * self._loaded.num_query_heads * shape.head_dim * attended * shape.num_layers
         weights = self._body + (self._head if num_sampled else 0)
         read = weights * self._item + sum(contexts) * kv_token_bytes
         bound: float = max(flops / self._rates.matrix_gflops, read / self._rates.read_gbs) / 1e9

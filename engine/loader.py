@@ -21,6 +21,7 @@ from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv_cache import KvShape
+from engine.native.rms_norm import replace_rms_norms
 from engine.packed_linear import pack_linears
 
 ATTENTION_NAME = "kvferry_paged"
@@ -71,6 +72,7 @@ class LoadedModel:
 
     model: Any
     kv_shape: KvShape
+    num_query_heads: int
     dtype: torch.dtype
     vocab_size: int
     num_parameters: ParameterCounts
@@ -123,10 +125,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model = model.to(config.device).eval().requires_grad_(False)
     vocab_size, num_parameters = _sizes(model)
     pack_linears(model)
+    replace_rms_norms(model)
     shape = _probe(model, text_config)
     return LoadedModel(
         model=model,
         kv_shape=shape,
+        num_query_heads=text_config.num_attention_heads,
         dtype=dtype,
         vocab_size=vocab_size,
         num_parameters=num_parameters,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.attention.base import AttentionBackend
+from engine.attention.native_steps import native_attention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.kv_cache import KvCache
 from engine.loader import PLAN_KEYWORD, LoadedModel
@@ -39,7 +40,9 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, kv_cache: KvCache, backend: AttentionBackend | None = None) -> None:
         self._model: Any = loaded.model
         self._device = kv_cache.tensor.device
-        self._backend: AttentionBackend = backend or TorchPagedAttention(kv_cache)
+        if backend is None:
+            backend = native_attention(kv_cache, loaded.num_query_heads) or TorchPagedAttention(kv_cache)
+        self.backend: AttentionBackend = backend
 
     @torch.inference_mode()
     def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
@@ -60,7 +63,7 @@ class ModelRunner:
             "input_ids": torch.tensor([token_ids], device=self._device),
             "position_ids": torch.tensor([positions], device=self._device),
             "use_cache": False,
-            PLAN_KEYWORD: self._backend.plan(batch),
+            PLAN_KEYWORD: self.backend.plan(batch),
         }
         if not sampled:
             # A middle chunk: the body only, the LM head never runs.

@@ -14,7 +14,7 @@ from engine.model_store import ModelUnavailable
 from kvferry.client import Client, KvferryError, Result
 from kvferry.local import ClusterConfig, LocalCluster, StartFailed
 
-QUESTION = "\n\nQuestion: Which colour does the lamp of Lowwater have, and why was that colour chosen?"
+QUESTION = "\n\nWhat is the name of the island?"
 STAGES = (
     ("queued", "in the router's queue"),
     ("reserved", "pages set aside by the decode worker"),

@@ -55,6 +55,8 @@ class _Request:
     stamps: Stamps = field(default_factory=Stamps)
     lease_end: float | None = None
     num_chunks: int = 0
+    computed_at: float | None = None
+    """When the last chunk was done."""
     bytes_sent: int = 0
     bytes_while_computing: int = 0
     busy_seconds: float = 0.0
@@ -216,7 +218,7 @@ class PrefillWorker:
         sequence = request.sequence
         num_pages = num_pages_for(sequence.num_computed_tokens, self._parts.page_size)
         request.stamps.reach(worker_pb2.STAGE_PREFILL_FINISHED)
-        request.bytes_while_computing = request.bytes_sent
+        request.computed_at = time.monotonic()
         sequence.token_ids.append(token)
         finish_reason = request.stop.finish_reason(sequence)
         if finish_reason:
@@ -272,6 +274,8 @@ class PrefillWorker:
         if ended.ok:
             num_bytes = len(ended.write.local_pages) * self._parts.page_bytes
             request.bytes_sent += num_bytes
+            if request.computed_at is None or ended.ended <= request.computed_at:
+                request.bytes_while_computing += num_bytes
             request.busy_seconds += max(0.0, ended.ended - max(ended.started, request.busy_until))
             request.busy_until = ended.ended
             self._parts.metrics.kv_bytes.inc(num_bytes)

@@ -1,0 +1,125 @@
+"""Compiles and loads `kernels.c`. Without a C compiler the engine runs in plain torch, slower but the same.
+
+The library is kept in the cache folder under a name that holds a hash of source, flags and processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from engine.model_store import cache_folder
+
+log = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.c")
+# No -ffast-math: at link time it would change how this process treats tiny numbers everywhere.
+FLAGS = ["-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-std=gnu11"]
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
+COMPILE_SECONDS = 120
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL | None:
+    """The kernels, compiled if that is needed; None (and a line in the log) where that can't be done."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        log.info("no C compiler found (cc, gcc, clang or $CC); decode steps run in plain torch, which is slower")
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(_compiled(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("the native kernels can't be used, decode steps run in plain torch: %s", said.strip()[-500:])
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The compiled library. Raises OSError or SubprocessError."""
+    command = [compiler, *FLAGS]
+    openmp = _torch_openmp()
+    # torch's own OpenMP runtime: a second one would bring threads of its own, which fight for the same cores.
+    link = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp is not None else []
+    key = hashlib.sha256(
+        "\0".join([SOURCE.read_text(), *command, *link, platform.machine(), _processor()]).encode()
+    ).hexdigest()[:16]
+    target = cache_folder() / "native" / f"kernels-{key}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "kernels.so"
+        full = [*command, str(SOURCE), "-o", str(made), *link, "-lm"]
+        subprocess.run(full, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        made.replace(target)
+    return target
+
+
+def _torch_openmp() -> Path | None:
+    """The OpenMP runtime that came with torch."""
+    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return found[0] if found else None
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+class StepAttention(ctypes.Structure):
+    """Arguments of `kvferry_attend_steps`; field for field the struct `Attention` of kernels.c."""
+
+    _fields_ = (
+        ("cache", ctypes.c_void_p),
+        ("page_stride", ctypes.c_int64),
+        ("query", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("query_token", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        ("key_token", ctypes.c_int64),
+        ("key_head", ctypes.c_int64),
+        ("value_token", ctypes.c_int64),
+        ("value_head", ctypes.c_int64),
+        ("output", ctypes.c_void_p),
+        ("page_tables", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("token_indices", ctypes.c_void_p),
+        ("partial", ctypes.c_void_p),
+        ("num_sequences", ctypes.c_int32),
+        ("max_pages", ctypes.c_int32),
+        ("num_heads", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("splits", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+MAX_GROUP, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 32
+"""Limits of `kvferry_attend_steps`, as in kernels.c."""
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    library.kvferry_attend_steps.argtypes = [ctypes.POINTER(StepAttention)]
+    library.kvferry_attend_steps.restype = None
+    library.kvferry_rms_norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
+    library.kvferry_rms_norm.restype = None
+    return library
