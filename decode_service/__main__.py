@@ -25,7 +25,7 @@ def serve(config: DecodeConfig) -> int:
         closer = TicketCloser(parts.loop, parts.inbox)
         return DecodeWorker(parts, parts.runner, closer, config.max_num_sequences, parts.vocab_size)
 
-    return run_worker(config, worker_pb2.TIER_DECODE, 0, build_loop, [])
+    return run_worker(config, worker_pb2.TIER_DECODE, worker_pb2.WorkerLimits(), build_loop, [])
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from protos import kv_pb2, worker_pb2
 from worker.inbox import InboxMessage, SessionClosed, SessionCommand, Stop, WriterGone
-from worker.process import WorkerParts
+from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.request import StopRule, check_token_ids, sampling_params
 from worker.stamps import Stamps
 
@@ -59,6 +59,7 @@ class DecodeWorker:
         self._by_sequence: dict[str, _Request] = {}
         self._quarantined: dict[TicketKey, IncomingTicket] = {}
         self._last_load: worker_pb2.LoadReport | None = None
+        self._failed_steps = 0
 
     def run(self) -> None:
         """Runs until a Stop message."""
@@ -80,12 +81,18 @@ class DecodeWorker:
         try:
             logits = self._runner.run(step.batch)
             self._deliver(step, logits)
+            self._failed_steps = 0
         except Exception as error:
             log.exception("a decode step failed")
             for entry in step.batch:
                 failed = self._by_sequence.get(entry.sequence.sequence_id)
                 if failed is not None:
-                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the decode step failed: {error}", retryable=False)
+                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the decode step failed: {error}", retryable=True)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                # Broken for good: a dead worker's requests go on elsewhere, a broken one would attract more of them.
+                self._parts.sessions.flush()
+                raise
         self._parts.metrics.step_seconds.observe(time.monotonic() - started)
 
     # receive
@@ -96,7 +103,9 @@ class DecodeWorker:
             if isinstance(message, Stop):
                 return False
             self._handle(message)
-        self._parts.transfers.expect(any(not r.ticket.is_terminal for r in self._requests.values()))
+        receiving = any(not r.ticket.is_terminal for r in self._requests.values())
+        # Bytes for quarantined pages must arrive before the pages are given away, so progress is driven for them too.
+        self._parts.transfers.expect(receiving or bool(self._quarantined))
         return True
 
     def _handle(self, message: InboxMessage) -> None:
@@ -152,6 +161,7 @@ class DecodeWorker:
         ticket = IncomingTicket(*key, list(sequence.page_table), command.writer_agent_name)
         self._parts.pool.open_to_writer(ticket.page_ids)
         writer = Writer(command.writer_agent_name, command.writer_incarnation_id, command.writer_address)
+        self._closer.introduce(writer)
         request = _Request(session_id, sequence, ticket, writer, StopRule(command.stop))
         self._requests[key] = request
         self._by_sequence[sequence.sequence_id] = request
@@ -189,6 +199,9 @@ class DecodeWorker:
             del self._quarantined[key]
         elif ticket.is_complete:
             self._start(request)
+        elif ticket.answer_ended:
+            self._release(request)
+            self._parts.metrics.count_end("finished")
         else:
             self._fail(request, grpc.StatusCode.UNAVAILABLE, f"prefill gave up: {ticket.close_reason}", retryable=True)
 
@@ -279,6 +292,7 @@ class DecodeWorker:
         )
         load = worker_pb2.LoadReport(
             free_pages=counts.free,
+            held_pages=counts.held,
             promised_pages=scheduler.promised_pages,
             num_sequences=scheduler.num_sequences,
             quarantined_pages=counts.quarantined,

@@ -301,10 +301,10 @@ def _identity(folder: Path, hf_config: Any, text_config: Any) -> ModelIdentity:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Tells checkpoints apart without reading them whole: sizes, headers and samples of each safetensors file."""
+    """Tells checkpoints apart without reading them whole: sizes, headers and samples of each weights file."""
     digest = hashlib.sha256()
     sample_bytes, num_samples = 4096, 64
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size};".encode())
         with path.open("rb") as file:

@@ -30,7 +30,10 @@ class StepRunner(Protocol):
     """What a worker's loop needs of the model: the real runner, or a scripted one in tests."""
 
     def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
-        """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence."""
+        """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence.
+
+        When it returns, the pages hold what they should: they may be sent.
+        """
         ...
 
 
@@ -68,7 +71,11 @@ class ModelRunner:
         if not sampled:
             # A middle chunk: the body only, the LM head never runs.
             self._model.base_model(**inputs)
-            return StepLogits([], None)
-        rows = torch.tensor(sampled_rows, device=self._device)
-        logits = self._model(**inputs, logits_to_keep=rows).logits[0]
-        return StepLogits(sampled, logits.float())
+            logits = None
+        else:
+            rows = torch.tensor(sampled_rows, device=self._device)
+            logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
+        if self._device.type == "cuda":
+            # Whoever sends these pages must not read them before they are written.
+            torch.cuda.synchronize(self._device)
+        return StepLogits(sampled, logits)

@@ -1,20 +1,23 @@
 """Who owns which page. Ids and counts only; the memory is `kv_cache`'s.
 
 A page has up to two kinds of owner: sequences that *hold* it, and transfers that may touch it.
-It is free only when both let go:
+It can be given to another only when both let go:
 
     free ── allocate ──> held ── release, a transfer still open ──> pinned or quarantined
       ^                   │                                             │
-      └───────────────────┴── release ──────────── transfer ended ──────┘
+      └──── or cached <───┴── release ──────────── transfer ended ──────┘
 
 *pinned*: one of our own writes may still read the page. *quarantined*: a foreign writer may still write to it.
+*cached*: nobody owns it, but the prefix cache knows what is in it; the one unused for longest is taken when pages
+run out.
 At every moment ``free + held + cached + pinned + quarantined == total``.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.errors import PagePoolError
@@ -46,6 +49,10 @@ class PagePool:
         self._holders = [0] * num_pages
         self._readers = [0] * num_pages
         self._writers = [0] * num_pages
+        self._is_cached = bytearray(num_pages)
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # cached pages without owner, oldest use first
+        self.on_evict: Callable[[int], None] = lambda page: None
+        """Told about a cached page just before it is given to somebody else."""
         self._num_held = 0
         self._num_pinned = 0
         self._num_quarantined = 0
@@ -53,7 +60,11 @@ class PagePool:
     def __repr__(self) -> str:
         counts = self.counts()
         parts = [f"{counts.free} free", f"{counts.held} held"]
-        parts += [f"{n} {name}" for name, n in (("pinned", counts.pinned), ("quarantined", counts.quarantined)) if n]
+        parts += [
+            f"{n} {name}"
+            for name, n in (("cached", counts.cached), ("pinned", counts.pinned), ("quarantined", counts.quarantined))
+            if n
+        ]
         return f"<PagePool {', '.join(parts)}>"
 
     @property
@@ -62,31 +73,64 @@ class PagePool:
         return len(self._free)
 
     @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free ones, and cached ones that nobody owns."""
+        return len(self._free) + len(self._evictable)
+
+    @property
     def num_quarantined(self) -> int:
         """Pages only a foreign writer may still touch."""
         return self._num_quarantined
 
     def counts(self) -> PageCounts:
         """Pages by owner."""
-        return PageCounts(len(self._free), self._num_held, 0, self._num_pinned, self._num_quarantined)
+        return PageCounts(
+            len(self._free), self._num_held, len(self._evictable), self._num_pinned, self._num_quarantined
+        )
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """Takes pages for one holder, neighbours where possible. None: not now."""
-        if num_pages > len(self._free):
+        if num_pages > self.num_available:
             return None
+        while len(self._free) < num_pages:
+            page, _ = self._evictable.popitem(last=False)
+            self.on_evict(page)
+            self._is_cached[page] = False
+            heapq.heappush(self._free, page)
         page_ids = [heapq.heappop(self._free) for _ in range(num_pages)]
         for page in page_ids:
             self._holders[page] = 1
         self._num_held += num_pages
         return page_ids
 
-    def release(self, page_ids: Iterable[int]) -> None:
-        """A holder lets go."""
+    def hold(self, page_ids: Iterable[int]) -> None:
+        """One more holder for pages found in the cache."""
         for page in page_ids:
+            if not self._is_cached[page]:
+                raise PagePoolError(f"page {page} is not in the cache, so nobody can join its holders")
             self._forget(page)
+            self._holders[page] += 1
+            self._remember(page)
+
+    def keep(self, page: int) -> None:
+        """The prefix cache knows what is in a page from now on; it must be held."""
+        if self._holders[page] == 0:
+            raise PagePoolError(f"page {page} is put into the cache but nobody holds it")
+        self._is_cached[page] = True
+
+    def drop(self, page: int) -> None:
+        """The prefix cache forgets a page."""
+        self._is_cached[page] = False
+        if page in self._evictable:
+            del self._evictable[page]
+            heapq.heappush(self._free, page)
+
+    def release(self, page_ids: Iterable[int]) -> None:
+        """A holder lets go. Of pages released together, the first is the first to be evicted."""
+        for page in page_ids:
             if self._holders[page] == 0:
-                self._remember(page)
                 raise PagePoolError(f"page {page} is released by a holder it does not have")
+            self._forget(page)
             self._holders[page] -= 1
             self._remember(page)
 
@@ -128,6 +172,8 @@ class PagePool:
             self._num_quarantined -= 1
         elif self._readers[page]:
             self._num_pinned -= 1
+        elif page in self._evictable:
+            del self._evictable[page]
         else:
             raise PagePoolError(f"page {page} is free already")
 
@@ -139,5 +185,7 @@ class PagePool:
             self._num_quarantined += 1
         elif self._readers[page]:
             self._num_pinned += 1
+        elif self._is_cached[page]:
+            self._evictable[page] = None
         else:
             heapq.heappush(self._free, page)

@@ -48,6 +48,12 @@ class Sequence:
     """Tokens whose K and V exist."""
     num_cached_tokens: int = 0
     """Of the computed ones, those found in the prefix cache."""
+    cache_salt: str = ""
+    """Sequences with different salts never share pages."""
+    page_hashes: list[bytes] = field(default_factory=list)
+    """Hashes of the full pages so far; the prefix cache's."""
+    num_published_pages: int = 0
+    """Pages the prefix cache was told about."""
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,11 @@ class PageRegion:
 
 
 class WriteState(Enum):
-    """How far a write is. All but IN_PROGRESS are terminal: the memory is not touched any more."""
+    """How far a write is. All but IN_PROGRESS are terminal: our own pages are not read any more.
+
+    After DONE the peer's pages are not written any more either. After FAILED that is not known: measured over TCP,
+    bytes already handed to the kernel still landed when the target drove its progress.
+    """
 
     IN_PROGRESS = "in progress"
     DONE = "done"

@@ -125,6 +125,7 @@ class NixlTransport:
             self._agent.make_connection(endpoint.agent_name)
             page_list = self._agent.prep_xfer_dlist(endpoint.agent_name, self._page_entries(remote), remote.memory_type)
         except Exception as error:
+            self._forget(endpoint.agent_name)
             raise TransferError(f"agent {endpoint.agent_name} can't be reached: {error}") from error
         self._peers[endpoint.agent_name] = _Peer(endpoint.agent_name, page_list)
 
@@ -135,6 +136,12 @@ class NixlTransport:
             return
         try:
             peer.page_list.release()
+        except Exception as error:
+            log.debug("page list of agent %s: %s", agent_name, error)
+        self._forget(agent_name)
+
+    def _forget(self, agent_name: str) -> None:
+        try:
             self._agent.remove_remote_agent(agent_name)
         except Exception as error:
             log.debug("forgetting agent %s: %s", agent_name, error)

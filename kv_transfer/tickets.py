@@ -29,6 +29,7 @@ class IncomingTicket:
         self.first_token: int | None = None
         self.is_closed = False
         self.close_reason = ""
+        self.answer_ended = False
         self._missing = set(range(len(page_ids)))
 
     @property
@@ -53,6 +54,7 @@ class IncomingTicket:
             news = True
         if notification.closed:
             self.is_closed, self.close_reason = True, notification.close_reason
+            self.answer_ended = notification.answer_ended
             news = True
         return news
 
@@ -78,10 +80,12 @@ class OutgoingTicket:
         self.num_posted = 0
         self.num_open_writes = 0
         self.is_stopped = False
+        self.has_failed_write = False
+        """Bytes of a failed write may still be on their way, so the pages can't be said to be closed."""
 
     @property
     def is_terminal(self) -> bool:
-        """The pages will not be touched again by us."""
+        """Nothing is open, and nothing more will be started."""
         return self.num_open_writes == 0 and (self.is_stopped or self.num_posted == len(self.page_ids))
 
     def next_write(self, num_finished_pages: int, first_token: int | None = None) -> TicketWrite | None:
@@ -104,16 +108,21 @@ class OutgoingTicket:
         self.num_open_writes += 1
         return TicketWrite(first, count, message.SerializeToString())
 
-    def write_ended(self) -> None:
+    def write_ended(self, ok: bool = True) -> None:
         """A write that `next_write` asked for is terminal."""
         self.num_open_writes -= 1
+        self.has_failed_write |= not ok
 
     def stop(self) -> None:
         """Starts nothing more on this ticket."""
         self.is_stopped = True
 
-    def closed_message(self, reason: str) -> bytes:
-        """The message that lets the owner reuse the pages; to be sent once terminal."""
+    def closed_message(self, reason: str, answer_ended: bool) -> bytes:
+        """The message that lets the owner reuse the pages; to be sent once terminal, and not after a failed write."""
         return kv_pb2.KvNotification(
-            request_id=self.request_id, attempt=self.attempt, closed=True, close_reason=reason
+            request_id=self.request_id,
+            attempt=self.attempt,
+            closed=True,
+            close_reason=reason,
+            answer_ended=answer_ended,
         ).SerializeToString()

@@ -57,7 +57,7 @@ class PeerConnected:
 
 @dataclass(frozen=True)
 class PeerFailed:
-    """A peer can't be written to (any more). Everything open towards it has ended."""
+    """A peer can't be written to (any more)."""
 
     agent_name: str
     reason: str
@@ -105,6 +105,7 @@ class TransferThread:
         self._transport, self._deliver = transport, deliver
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: list[_OpenWrite] = []
+        self._doomed: set[str] = set()  # peers to disconnect once nothing is open towards them
         self._expecting = False
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
@@ -112,10 +113,10 @@ class TransferThread:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self, timeout: float = 10.0) -> None:
+    def stop(self) -> None:
         """Waits for open writes to end, then closes the transport."""
         self._commands.put(_Stop())
-        self._thread.join(timeout)
+        self._thread.join()
 
     @property
     def is_alive(self) -> bool:
@@ -127,7 +128,7 @@ class TransferThread:
         self._commands.put(_Connect(endpoint))
 
     def disconnect(self, agent_name: str) -> None:
-        """Forgets a peer."""
+        """Forgets a peer, once nothing is open towards it."""
         self._commands.put(_Disconnect(agent_name))
 
     def write(self, write: PageWrite) -> None:
@@ -147,6 +148,7 @@ class TransferThread:
         while not (stopping and not self._open):
             stopping |= self._do_commands()
             self._poll_writes()
+            self._disconnect_idle()
             try:
                 for notification in self._transport.take_notifications():
                     self._deliver(notification)
@@ -173,13 +175,15 @@ class TransferThread:
             case PageWrite():
                 self._post(command)
             case _Connect(endpoint):
+                self._disconnect_idle()
+                self._doomed.discard(endpoint.agent_name)
                 try:
                     self._transport.connect(endpoint)
                     self._deliver(PeerConnected(endpoint.agent_name))
                 except TransferError as error:
                     self._deliver(PeerFailed(endpoint.agent_name, str(error)))
             case _Disconnect(agent_name):
-                self._transport.disconnect(agent_name)
+                self._doomed.add(agent_name)
             case _Notify(agent_name, payload):
                 try:
                     self._transport.notify(agent_name, payload)
@@ -220,5 +224,13 @@ class TransferThread:
 
     def _fail_peer(self, agent_name: str, reason: str) -> None:
         # The next connect must start afresh: metadata of a peer that was lost once is useless.
-        self._transport.disconnect(agent_name)
+        self._doomed.add(agent_name)
         self._deliver(PeerFailed(agent_name, reason))
+
+    def _disconnect_idle(self) -> None:
+        """Disconnects peers that are to go and have nothing open: cutting a write leaves its fate unknown."""
+        if self._doomed:
+            busy = {entry.write.agent_name for entry in self._open}
+            for agent_name in self._doomed - busy:
+                self._transport.disconnect(agent_name)
+            self._doomed &= busy

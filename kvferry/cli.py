@@ -190,9 +190,15 @@ def _up(config: ClusterConfig) -> int:
         cluster.start(stop.is_set)
         print(f"kvferry: ready on {cluster.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
         while not stop.wait(0.2):
-            if (dead := cluster.dead()) is not None:
-                code, said = 1, f"{dead.name} ended with code {dead.popen.returncode}"
+            if (dead := cluster.dead()) is None:
+                continue
+            said = f"{dead.name} ended with code {dead.popen.returncode}"
+            if dead.name == "router":
+                code = 1
                 break
+            print(f"kvferry: {said}; starting it again", file=sys.stderr, flush=True)
+            cluster.restart_worker(dead, stop.is_set)
+            said = ""
     except (StartFailed, ModelUnavailable) as error:
         if not stop.is_set():
             code, said = 2, str(error)
@@ -226,7 +232,8 @@ def _generate(command: GenerateCommand) -> int:
                     print(piece.text, end="", flush=True)
                 print()
             result = stream.result()
-    except KvferryError as error:
+    except (KvferryError, ValueError) as error:
+        # ValueError: a number that the wire has no room for, such as a negative seed.
         print(f"kvferry: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -224,9 +224,17 @@ def make_request(
     ignore_eos: bool = False,
     include_stop: bool = False,
     return_token_ids: bool = False,
+    cache_salt: str = "",
+    priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
     """The wire form of a request. Unset values are left to the router. Raises TypeError for a wrong prompt."""
-    request = inference_pb2.GenerateRequest(model=model, request_id=request_id, return_token_ids=return_token_ids)
+    request = inference_pb2.GenerateRequest(
+        model=model,
+        request_id=request_id,
+        return_token_ids=return_token_ids,
+        cache_salt=cache_salt,
+        priority=priority,
+    )
     _set_prompt(request, prompt)
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     for name, value in sampling.items():
@@ -260,6 +268,7 @@ class Client:
         """address: host:port of the router."""
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._admin = inference_pb2_grpc.AdminServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -305,6 +314,10 @@ class Client:
             self._stub.GetClusterStatus, inference_pb2.GetClusterStatusRequest()
         )
         return status
+
+    def flush_prefix_cache(self) -> None:
+        """Makes every worker forget its prefix cache, for benchmarks. Raises KvferryError."""
+        self._call(self._admin.FlushPrefixCache, inference_pb2.FlushPrefixCacheRequest())
 
     def _call(self, method: Any, request: Any) -> Any:
         try:

@@ -24,6 +24,7 @@ from typing import Any, Self, TextIO
 
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
+from prefill_service.scheduler import Policy
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
 
@@ -56,6 +57,10 @@ class ClusterConfig:
     """Pages of each worker. Unset: by model and memory."""
     token_budget: int = 512
     """Prompt tokens per prefill step."""
+    policy: Policy = "fcfs"
+    """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
+    prefix_cache: bool = True
+    """Keep pages of computed prompts, and use them for prompts that begin alike."""
     max_model_len: int | None = None
     """Longest sequence in tokens. Unset: what the model was trained for."""
     max_num_sequences: int = 64
@@ -172,9 +177,22 @@ class LocalCluster:
             if value is not None:
                 arguments += [flag, str(value)]
         if tier == "prefill":
-            arguments += ["--token-budget", str(config.token_budget)]
+            arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
+            arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         name = f"{tier}-{index}"
         return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
+
+    def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
+        """Starts a worker that ended again, at the same address. Raises StartFailed."""
+        self._give_up = give_up
+        self.processes.remove(dead)
+        with contextlib.suppress(OSError):
+            os.close(dead.lifeline)
+        tier, _, index = dead.name.rpartition("-")
+        process = self.start_worker(tier, int(index), "--port", dead.address.rpartition(":")[2])
+        self.wait_ready(process)
+        write_ready_file(self.config.ready_file, self.describe())
+        return process
 
     def start_router(self, *flags: str) -> Process:
         """Starts the router for all workers that are ready."""
@@ -230,7 +248,7 @@ class LocalCluster:
         return next((process for process in self.processes if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Ends all processes: SIGTERM, router first; SIGKILL for those that do not listen."""
+        """Ends all processes: SIGTERM to all; SIGKILL for those that do not listen."""
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 process.popen.send_signal(signal.SIGTERM)

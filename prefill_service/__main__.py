@@ -28,9 +28,10 @@ def serve(config: PrefillConfig) -> int:
     """Runs the worker until it is told to stop."""
 
     def build_loop(parts: WorkerParts) -> PrefillWorker:
-        return PrefillWorker(parts, parts.runner, config.token_budget, config.max_num_sequences, parts.vocab_size)
+        return PrefillWorker(parts, parts.runner, config)
 
-    return run_worker(config, worker_pb2.TIER_PREFILL, config.token_budget, build_loop, [SERVICE_NAME], _add_services)
+    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, policy=config.policy)
+    return run_worker(config, worker_pb2.TIER_PREFILL, limits, build_loop, [SERVICE_NAME], _add_services)
 
 
 def main() -> None:

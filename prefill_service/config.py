@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prefill_service.scheduler import Policy
 from worker.config import WorkerConfig
 
 
@@ -13,6 +14,11 @@ class PrefillConfig(WorkerConfig):
 
     token_budget: int = 512
     """Prompt tokens computed per step, over all prompts. Longer prompts run as chunks."""
+
+    policy: Policy = "fcfs"
+    """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
+    prefix_cache: bool = True
+    """Keep pages of computed prompts, and use them for prompts that begin alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,25 +1,46 @@
-"""Which prompts a prefill step computes. Pure: no clock, socket, thread or tensor.
+"""Which prompts a prefill step computes. Pure: no clock, socket, thread or tensor; time is an argument.
 
-waiting ── a slot and pages for the whole prompt ──> running ── all tokens computed ──> finished
+waiting ── a slot, and pages for all of it ──> running ── all tokens computed ──> finished
+   ^                                             │
+   └── gave its pages back (only when nothing else could move) ──┘
 
-Two budgets per step: tokens computed, and pages. Prompts go in order of arrival. One over the token budget runs
-as chunks; an unfinished one keeps its pages and goes first in the next step, so it can't be pushed out half-way.
+Two budgets per step, both in the step's `Budget`: tokens computed, and pages. Admission promises pages for the whole
+prompt, so that half-done prompts can't block each other; the pages themselves are taken chunk by chunk.
+
+Order (`policy`), always after priority:
+
+* ``fcfs``: in order of arrival. An unfinished prompt goes first.
+* ``bounded_slowdown``: by virtual deadline, the work that had arrived before a prompt plus SLOWDOWN times its own
+  length. Short prompts overtake long ones, and every prompt is done before ``work ahead at its arrival +
+  (SLOWDOWN + 2) * its length`` further tokens have been computed. For: whoever is served before it has an earlier
+  deadline, so either came before it (the work ahead), or began to wait within SLOWDOWN times its length of arriving
+  work; the last of those, which may overshoot, is shorter than the prompt itself. All this in prompt tokens, at equal
+  priority and while pages suffice.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
+
+Policy = Literal["fcfs", "bounded_slowdown"]
+
+SLOWDOWN = 4
+"""How much longer than its own length a prompt may be kept waiting in favour of shorter ones."""
 
 
 @dataclass(frozen=True)
 class PrefillStep:
-    """What the next step computes."""
+    """What the next step computes, and which prompts are too late to be computed."""
 
     batch: tuple[ScheduledSequence, ...]
+    expired: tuple[Sequence, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -27,14 +48,48 @@ class PrefillStep:
         return sum(entry.num_new_tokens for entry in self.batch)
 
 
+@dataclass
+class Budget:
+    """What is left of a step's two budgets while it is planned."""
+
+    tokens: int
+    reserved_pages: int
+    """Pages of the pool that must be left to others."""
+    batch: list[ScheduledSequence] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Prompt:
+    sequence: Sequence
+    order: tuple[int, float, int]
+    """Smaller goes first: (-priority, policy's rank, arrival)."""
+    deadline: float | None
+    overtaken_tokens: int = 0
+    """Prompt tokens of later ones that were admitted while this one lacked pages."""
+
+
 class PrefillScheduler:
     """Admits prompts and cuts them into chunks."""
 
-    def __init__(self, pool: PagePool, page_size: int, token_budget: int, max_num_sequences: int) -> None:
-        self._pool, self._page_size = pool, page_size
-        self._token_budget, self._max_num_sequences = token_budget, max_num_sequences
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: OrderedDict[str, Sequence] = OrderedDict()
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        token_budget: int,
+        max_num_sequences: int,
+        policy: Policy = "fcfs",
+    ) -> None:
+        self._pool, self._cache, self._page_size = pool, cache, page_size
+        self._token_budget, self._max_num_sequences, self._policy = token_budget, max_num_sequences, policy
+        self._waiting: dict[str, _Prompt] = {}
+        self._running: dict[str, _Prompt] = {}
+        self._arrivals = itertools.count()
+        self._arrived_tokens = 0
+        self.refusals: Counter[str] = Counter()
+        """How often a prompt was told "not now", by what was short: sequences, pages, pages_after_lock, chunk_pages."""
+        self.num_restarts = 0
+        """Half-done prompts that gave their pages back."""
 
     @property
     def num_waiting(self) -> int:
@@ -48,54 +103,49 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens still to compute."""
-        return sum(
-            sequence.num_uncomputed_tokens for queue in (self._waiting, self._running) for sequence in queue.values()
-        )
+        """Prompt tokens of prompts not begun."""
+        return sum(prompt.sequence.num_uncomputed_tokens for prompt in self._waiting.values())
+
+    @property
+    def running_tokens(self) -> int:
+        """Prompt tokens still to compute of prompts begun."""
+        return sum(prompt.sequence.num_uncomputed_tokens for prompt in self._running.values())
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a prompt of this length fits an empty pool."""
         return num_pages_for(num_tokens, self._page_size) <= self._pool.num_pages
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a prompt."""
-        self._waiting[sequence.sequence_id] = sequence
+    def add(self, sequence: Sequence, priority: int = 0, deadline: float | None = None) -> None:
+        """Queues a prompt. deadline: on the clock of `schedule`'s `now`."""
+        rank = 0.0
+        if self._policy == "bounded_slowdown":
+            rank = self._arrived_tokens + SLOWDOWN * sequence.num_tokens
+        self._arrived_tokens += sequence.num_tokens
+        prompt = _Prompt(sequence, (-priority, rank, next(self._arrivals)), deadline)
+        self._waiting[sequence.sequence_id] = prompt
 
-    def schedule(self) -> PrefillStep | None:
-        """Plans the next step, or None if nothing can run now. Takes pages for admitted prompts."""
-        budget = self._token_budget
-        batch: list[ScheduledSequence] = []
-        for sequence in self._running.values():
-            if budget == 0:
-                break
-            chunk = min(sequence.num_uncomputed_tokens, budget)
-            batch.append(ScheduledSequence(sequence, chunk))
-            budget -= chunk
-        while budget and self._waiting and len(self._running) < self._max_num_sequences:
-            sequence = next(iter(self._waiting.values()))
-            if not self._admit(sequence):
-                break
-            chunk = min(sequence.num_uncomputed_tokens, budget)
-            batch.append(ScheduledSequence(sequence, chunk))
-            budget -= chunk
-        return PrefillStep(tuple(batch)) if batch else None
+    def schedule(
+        self, now: float = 0.0, tokens_per_second: float | None = None, reserved_pages: int = 0
+    ) -> PrefillStep | None:
+        """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Takes pages for the whole prompt, so that it can't get stuck half-way."""
-        page_table = self._pool.allocate(num_pages_for(sequence.num_tokens, self._page_size))
-        if page_table is None:
-            return False
-        sequence.page_table = page_table
-        del self._waiting[sequence.sequence_id]
-        self._running[sequence.sequence_id] = sequence
-        return True
+        tokens_per_second: the measured rate; prompts that can't be computed before their deadline are given up.
+        reserved_pages: pages to leave for others, such as running sequences of a colocated worker.
+        """
+        expired = self._expire(now, tokens_per_second)
+        batch = self._plan(reserved_pages)
+        while not batch and self._give_back_youngest():
+            batch = self._plan(reserved_pages)
+        return PrefillStep(tuple(batch), expired) if batch or expired else None
 
     def update(self, step: PrefillStep) -> None:
         """Takes note that a step was computed. Finished prompts leave; their pages stay held until `release`."""
         for entry in step.batch:
-            entry.sequence.num_computed_tokens += entry.num_new_tokens
-            if entry.sequence.num_uncomputed_tokens == 0:
-                del self._running[entry.sequence.sequence_id]
+            sequence = entry.sequence
+            sequence.num_computed_tokens += entry.num_new_tokens
+            self._cache.publish(sequence)
+            if sequence.num_uncomputed_tokens == 0:
+                del self._running[sequence.sequence_id]
 
     def abort(self, sequence: Sequence) -> None:
         """Forgets a prompt, wherever it is, and lets go of its pages."""
@@ -105,5 +155,110 @@ class PrefillScheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Lets go of a sequence's pages; those that a transfer still reads stay pinned."""
-        self._pool.release(sequence.page_table)
+        # From the end: a page is of no use to the cache without the pages before it.
+        self._pool.release(reversed(sequence.page_table))
         sequence.page_table = []
+
+    def _expire(self, now: float, tokens_per_second: float | None) -> tuple[Sequence, ...]:
+        """Prompts whose deadline passed, or can't be met any more, leave."""
+        late: list[Sequence] = []
+        for prompts, is_waiting in ((self._running, False), (self._waiting, True)):
+            for prompt in prompts.values():
+                if prompt.deadline is None:
+                    continue
+                needed = 0.0
+                if is_waiting and tokens_per_second:
+                    needed = prompt.sequence.num_uncomputed_tokens / tokens_per_second
+                if now + needed >= prompt.deadline:
+                    late.append(prompt.sequence)
+        for sequence in late:
+            self.abort(sequence)
+        return tuple(late)
+
+    def _plan(self, reserved_pages: int) -> list[ScheduledSequence]:
+        budget = Budget(self._token_budget, reserved_pages)
+        blocked: list[_Prompt] = []
+        for prompt in self._in_order():
+            if budget.tokens == 0:
+                break
+            sequence = prompt.sequence
+            if sequence.sequence_id not in self._running:
+                if len(self._running) >= self._max_num_sequences:
+                    self.refusals["sequences"] += 1
+                    continue
+                # Later prompts may pass one that lacks pages, but only its own length of them.
+                if any(other.overtaken_tokens >= other.sequence.num_tokens for other in blocked):
+                    continue
+                if not self._admit(prompt, budget):
+                    blocked.append(prompt)
+                    continue
+                for other in blocked:
+                    other.overtaken_tokens += sequence.num_uncomputed_tokens
+            self._take_chunk(sequence, budget)
+        return budget.batch
+
+    def _in_order(self) -> list[_Prompt]:
+        running = sorted(self._running.values(), key=lambda prompt: prompt.order)
+        waiting = sorted(self._waiting.values(), key=lambda prompt: prompt.order)
+        if self._policy == "fcfs":
+            return running + waiting
+        return sorted(running + waiting, key=lambda prompt: prompt.order)
+
+    def _admit(self, prompt: _Prompt, budget: Budget) -> bool:
+        """Match the prefix, fit, lock, fit again; else unlock and say "not now"."""
+        sequence = prompt.sequence
+        matched = self._cache.match(sequence)
+        needed = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
+        if needed > self._unpromised_pages(budget):
+            self.refusals["pages"] += 1
+            return False
+        self._pool.hold(matched)
+        # Locking turned evictable pages into held ones, so there may be fewer to be had than a moment ago.
+        if needed > self._unpromised_pages(budget):
+            self._pool.release(reversed(matched))
+            self.refusals["pages_after_lock"] += 1
+            return False
+        sequence.page_table = matched
+        sequence.num_published_pages = len(matched)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = len(matched) * self._page_size
+        del self._waiting[sequence.sequence_id]
+        self._running[sequence.sequence_id] = prompt
+        return True
+
+    def _unpromised_pages(self, budget: Budget) -> int:
+        promised = sum(
+            num_pages_for(p.sequence.num_tokens, self._page_size) - len(p.sequence.page_table)
+            for p in self._running.values()
+        )
+        return self._pool.num_available - budget.reserved_pages - promised
+
+    def _take_chunk(self, sequence: Sequence, budget: Budget) -> None:
+        """As many of the sequence's next tokens as both budgets allow; with few pages left the chunk shrinks."""
+        tokens = min(sequence.num_uncomputed_tokens, budget.tokens)
+        room = (len(sequence.page_table) + self._pool.num_available - budget.reserved_pages) * self._page_size
+        tokens = min(tokens, room - sequence.num_computed_tokens)
+        if tokens <= 0:
+            self.refusals["chunk_pages"] += 1
+            return
+        missing = num_pages_for(sequence.num_computed_tokens + tokens, self._page_size) - len(sequence.page_table)
+        page_ids = self._pool.allocate(max(missing, 0))
+        assert page_ids is not None  # within `room`
+        sequence.page_table += page_ids
+        budget.batch.append(ScheduledSequence(sequence, tokens))
+        budget.tokens -= tokens
+
+    def _give_back_youngest(self) -> bool:
+        """When half-done prompts hold what the others lack: the last in order starts anew. False if that won't help.
+
+        Promises make this impossible unless others took pages that were promised (a colocated worker's decoding).
+        """
+        if len(self._running) < 2:
+            return False
+        prompt = max(self._running.values(), key=lambda p: p.order)
+        sequence = prompt.sequence
+        self.release(sequence)
+        sequence.num_computed_tokens = sequence.num_cached_tokens = sequence.num_published_pages = 0
+        del self._running[sequence.sequence_id]
+        self._waiting[sequence.sequence_id] = prompt
+        self.num_restarts += 1
+        return True

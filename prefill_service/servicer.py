@@ -27,12 +27,21 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
         response = kv_pb2.CloseTicketResponse(incarnation_id=self._incarnation_id)
         if request.writer_incarnation_id != self._incarnation_id:
             return response
-        closed = asyncio.Event()
         loop = asyncio.get_running_loop()
+        closed: asyncio.Future[bool] = loop.create_future()
 
-        def done() -> None:
-            loop.call_soon_threadsafe(closed.set)
+        def done(for_sure: bool) -> None:
+            loop.call_soon_threadsafe(_settle, closed, for_sure)
 
         self._inbox.put(CloseTicket(request, done))
-        await closed.wait()
+        if not await closed:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "a write of this ticket failed; what became of its bytes is not known",
+            )
         return response
+
+
+def _settle(closed: asyncio.Future[bool], for_sure: bool) -> None:
+    if not closed.done():  # the caller may be gone
+        closed.set_result(for_sure)

@@ -22,15 +22,18 @@ from dataclasses import dataclass, field
 import grpc
 
 from engine.model_runner import StepLogits, StepRunner
+from engine.prefix_cache import PrefixCache
 from engine.sampler import sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
 from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, WriteEnded
+from prefill_service.config import PrefillConfig
+from prefill_service.rate import Rate
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
 from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, Stop
-from worker.process import WorkerParts
+from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.request import StopRule, check_token_ids, sampling_params
 from worker.stamps import Stamps
 
@@ -63,7 +66,10 @@ class _Request:
     busy_until: float = 0.0
     close_reason: str | None = None
     """Why the ticket is closed early; None while it is not."""
-    waiters: list[Callable[[], None]] = field(default_factory=list)
+    answer_ended: bool = False
+    """The first token ended the answer."""
+    waiters: list[Callable[[bool], None]] = field(default_factory=list)
+    """To be told whether the pages are closed to us for sure."""
 
     @property
     def key(self) -> RequestKey:
@@ -73,42 +79,75 @@ class _Request:
 class PrefillWorker:
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
-    def __init__(
-        self, parts: WorkerParts, runner: StepRunner, token_budget: int, max_num_sequences: int, vocab_size: int
-    ) -> None:
-        self._parts, self._runner, self._vocab_size = parts, runner, vocab_size
-        self._scheduler = PrefillScheduler(parts.pool, parts.page_size, token_budget, max_num_sequences)
+    def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:
+        self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
+        self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._scheduler = PrefillScheduler(
+            parts.pool, self._cache, parts.page_size, config.token_budget, config.max_num_sequences, config.policy
+        )
+        self._rate = Rate()
+        self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
         self._tombstones: OrderedDict[RequestKey, None] = OrderedDict()
+        self._never_closed: set[RequestKey] = set()
         self._peer_sessions: dict[str, set[int]] = {}
+        """Which routers want which peer connected."""
+        self._failed_steps = 0
         self._last_load: worker_pb2.LoadReport | None = None
 
     def run(self) -> None:
         """Runs until a Stop message."""
         step: PrefillStep | None = None
         while self._receive(wait=step is None):
-            step = self._scheduler.schedule()
+            step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
             if step is not None:
+                self._drop_expired(step)
                 self._run_and_deliver(step)
             self._report_load()
             self._parts.sessions.flush()
 
+    def _drop_expired(self, step: PrefillStep) -> None:
+        for sequence in step.expired:
+            request = self._by_sequence[sequence.sequence_id]
+            reason = "the deadline passed, or can't be met any more, before the prompt was computed"
+            self._fail(request, grpc.StatusCode.DEADLINE_EXCEEDED, reason, retryable=False)
+
     def _run_and_deliver(self, step: PrefillStep) -> None:
+        if not step.batch:
+            return
         started = time.monotonic()
         for entry in step.batch:
-            self._by_sequence[entry.sequence.sequence_id].stamps.reach(worker_pb2.STAGE_PREFILL_STARTED)
+            self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
         try:
             logits = self._runner.run(step.batch)
             self._deliver(step, logits)
+            self._failed_steps = 0
         except Exception as error:
             log.exception("a prefill step failed")
             for entry in step.batch:
                 request = self._by_sequence.get(entry.sequence.sequence_id)
                 if request is not None:
-                    self._fail(request, grpc.StatusCode.INTERNAL, f"the prefill step failed: {error}", retryable=False)
-        self._parts.metrics.step_seconds.observe(time.monotonic() - started)
+                    self._fail(request, grpc.StatusCode.INTERNAL, f"the prefill step failed: {error}", retryable=True)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                # Broken for good: a dead worker's requests go on elsewhere, a broken one would attract more of them.
+                self._parts.sessions.flush()
+                raise
+        seconds = time.monotonic() - started
+        self._rate.add(step.num_tokens, seconds)
+        self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_tokens)
+
+    def _begin_chunk(self, request: _Request) -> None:
+        """On the first chunk: pages found in the cache are sent while it is computed."""
+        sequence = request.sequence
+        request.stamps.reach(worker_pb2.STAGE_PREFILL_STARTED)
+        if request.num_chunks == 0:
+            self._prompt_tokens += sequence.num_tokens
+            self._hit_tokens += sequence.num_cached_tokens
+            self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
+            self._send_pages(request, sequence.num_cached_tokens // self._parts.page_size)
 
     # receive
 
@@ -128,6 +167,8 @@ class PrefillWorker:
                 for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
                     self._end_early(orphan, "its router is gone")
                     self._parts.metrics.count_end("aborted")
+                for agent_name in list(self._peer_sessions):
+                    self._forget_peer(session_id, agent_name)
             case WriteEnded():
                 self._on_write_ended(message)
             case PeerConnected(agent_name):
@@ -152,10 +193,10 @@ class PrefillWorker:
                 agent_name = request.connect_peer.endpoint.agent_name
                 self._peer_sessions.setdefault(agent_name, set()).add(session_id)
                 self._parts.transfers.connect(request.connect_peer.endpoint)
+            case "flush_cache":
+                self._cache.flush()
             case "forget_peer":
-                agent_name = request.forget_peer.agent_name
-                self._on_peer_failed(agent_name, "the router says it is gone")
-                self._parts.transfers.disconnect(agent_name)
+                self._forget_peer(session_id, request.forget_peer.agent_name)
             case other:
                 log.warning("ignored a command that is not for a prefill worker", extra={"command": other})
 
@@ -170,6 +211,7 @@ class PrefillWorker:
             token_ids=list(command.token_ids),
             num_prompt_tokens=command.num_prompt_tokens,
             sampling=sampling_params(command.sampling),
+            cache_salt=command.cache_salt,
         )
         request = _Request(session_id, sequence, ticket, StopRule(command.stop))
         if command.ticket.lease_ms:
@@ -180,7 +222,8 @@ class PrefillWorker:
             return
         self._requests[request.key] = request
         self._by_sequence[sequence.sequence_id] = request
-        self._scheduler.add(sequence)
+        deadline = time.monotonic() + command.deadline_ms / 1e3 if command.deadline_ms else None
+        self._scheduler.add(sequence, command.priority, deadline)
 
     def _refusal(self, request: _Request, command: worker_pb2.PrefillCommand) -> str | None:
         """Why a command can't be taken, or None."""
@@ -240,6 +283,7 @@ class PrefillWorker:
         self._parts.metrics.count_end("finished")
         if finish_reason:
             request.close_reason = "the answer ended with the first token"
+            request.answer_ended = True
             request.ticket.stop()
         else:
             self._send_pages(request, num_pages, first_token=token)
@@ -270,7 +314,7 @@ class PrefillWorker:
         request = ended.write.tag
         assert isinstance(request, _Request)
         self._parts.pool.unpin(ended.write.local_pages)
-        request.ticket.write_ended()
+        request.ticket.write_ended(ended.ok)
         if ended.ok:
             num_bytes = len(ended.write.local_pages) * self._parts.page_bytes
             request.bytes_sent += num_bytes
@@ -281,7 +325,7 @@ class PrefillWorker:
             self._parts.metrics.kv_bytes.inc(num_bytes)
         else:
             self._parts.metrics.kv_write_failures.inc()
-            self._fail(request, grpc.StatusCode.UNAVAILABLE, ended.reason, retryable=True)
+            self._on_peer_failed(ended.write.agent_name, ended.reason)
         self._end_if_terminal(request)
 
     # ends
@@ -305,11 +349,14 @@ class PrefillWorker:
         if not request.ticket.is_terminal or self._requests.pop(request.key, None) is None:
             return
         del self._by_sequence[request.sequence.sequence_id]
-        if request.close_reason is not None:
-            payload = request.ticket.closed_message(request.close_reason)
+        if request.ticket.has_failed_write:
+            # What became of its bytes is not known: only the end of this process lets the owner have the pages.
+            self._never_closed.add(request.key)
+        elif request.close_reason is not None:
+            payload = request.ticket.closed_message(request.close_reason, request.answer_ended)
             self._parts.transfers.notify(request.ticket.agent_name, payload)
         for done in request.waiters:
-            done()
+            done(not request.ticket.has_failed_write)
         moved = inference_pb2.KvTransfer(
             bytes=request.bytes_sent,
             transport=self._parts.transport_name,
@@ -332,7 +379,7 @@ class PrefillWorker:
         )
         self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(request_failed=failure))
 
-    def _close_ticket(self, asked: kv_pb2.CloseTicketRequest, done: Callable[[], None]) -> None:
+    def _close_ticket(self, asked: kv_pb2.CloseTicketRequest, done: Callable[[bool], None]) -> None:
         """An owner wants its pages back: answer once we are sure not to touch them."""
         key = (asked.agent_name, asked.request_id, asked.attempt)
         self._tombstones[key] = None
@@ -340,18 +387,26 @@ class PrefillWorker:
             self._tombstones.popitem(last=False)
         request = self._requests.get(key)
         if request is None:
-            done()
+            done(key not in self._never_closed)
             return
         request.waiters.append(done)
         self._end_early(request, "closed by its owner")
 
     # peers and load
 
+    def _forget_peer(self, session_id: int, agent_name: str) -> None:
+        """One router does not want a peer any more; others may. Its own requests it aborts itself."""
+        sessions = self._peer_sessions.get(agent_name, set())
+        sessions.discard(session_id)
+        if not sessions and self._peer_sessions.pop(agent_name, None) is not None:
+            self._parts.transfers.disconnect(agent_name)
+
     def _on_peer_failed(self, agent_name: str, reason: str) -> None:
         """A writer drops every ticket for a peer after one transport error."""
+        # Routers hear of the peer first, so that they do not bind a failed request to the same pair again.
+        self._tell_peer_state(agent_name, False, reason)
         for request in [r for r in self._requests.values() if r.ticket.agent_name == agent_name]:
             self._fail(request, grpc.StatusCode.UNAVAILABLE, reason, retryable=True)
-        self._tell_peer_state(agent_name, False, reason)
 
     def _tell_peer_state(self, agent_name: str, ready: bool, reason: str) -> None:
         event = worker_pb2.PeerEvent(agent_name=agent_name, ready=ready, reason=reason)
@@ -365,10 +420,25 @@ class PrefillWorker:
         self._parts.metrics.set_sequences(waiting=scheduler.num_waiting, running=scheduler.num_running, sending=sending)
         load = worker_pb2.LoadReport(
             free_pages=counts.free,
+            cached_pages=counts.cached,
+            held_pages=counts.held,
+            pinned_pages=counts.pinned,
             queued_tokens=scheduler.queued_tokens,
+            running_tokens=scheduler.running_tokens,
+            queued_seconds=self._rate.seconds_for(scheduler.queued_tokens + scheduler.running_tokens),
             num_sequences=scheduler.num_waiting + scheduler.num_running,
+            step_ms=self._rate.step_seconds * 1e3,
+            hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
+        self._parts.metrics.queued_seconds.set(load.queued_seconds)
+        self._parts.metrics.set_refusals(scheduler.refusals)
         if load != self._last_load:
             self._last_load = load
-            for session_id in self._parts.sessions.all_ids():
-                self._parts.sessions.add(session_id, worker_pb2.SessionResponse(load=load))
+            self._broadcast(worker_pb2.SessionResponse(load=load))
+        if events := self._cache.take_events():
+            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
+            self._broadcast(worker_pb2.SessionResponse(cache=message))
+
+    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
+        for session_id in self._parts.sessions.all_ids():
+            self._parts.sessions.add(session_id, event)

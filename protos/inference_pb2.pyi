@@ -44,6 +44,45 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
+class FlushPrefixCacheRequest(_message.Message):
+    """Nothing to say."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheRequest: _TypeAlias = FlushPrefixCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushPrefixCacheResponse(_message.Message):
+    """The command was sent; requests submitted from now on find nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_WORKERS_FIELD_NUMBER: _builtins.int
+    num_workers: _builtins.int
+    """Workers that were told."""
+    def __init__(
+        self,
+        *,
+        num_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_workers", b"num_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushPrefixCacheResponse: _TypeAlias = FlushPrefixCacheResponse  # noqa: Y015
+
+@_typing.final
 class TokenIds(_message.Message):
     """A list of token ids."""
 
@@ -816,6 +855,9 @@ class WorkerStatus(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     RUNNING_SEQUENCES_FIELD_NUMBER: _builtins.int
     LAST_SEEN_MS_FIELD_NUMBER: _builtins.int
+    CACHED_PAGES_FIELD_NUMBER: _builtins.int
+    QUEUED_SECONDS_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker."""
     incarnation_id: _builtins.str
@@ -831,13 +873,19 @@ class WorkerStatus(_message.Message):
     total_pages: _builtins.int
     """Pages of its pool."""
     free_pages: _builtins.int
-    """Pages nobody holds."""
+    """Pages nobody holds, cached ones not included."""
     queued_tokens: _builtins.int
     """Prompt tokens that wait or run there."""
     running_sequences: _builtins.int
     """Sequences that run there."""
     last_seen_ms: _builtins.float
     """Milliseconds since it was last heard."""
+    cached_pages: _builtins.int
+    """Pages that only the prefix cache knows."""
+    queued_seconds: _builtins.float
+    """Seconds of prompt work that wait there, at its measured rate."""
+    hit_rate: _builtins.float
+    """Share of prompt tokens found in its prefix cache."""
     def __init__(
         self,
         *,
@@ -852,10 +900,13 @@ class WorkerStatus(_message.Message):
         queued_tokens: _builtins.int = ...,
         running_sequences: _builtins.int = ...,
         last_seen_ms: _builtins.float = ...,
+        cached_pages: _builtins.int = ...,
+        queued_seconds: _builtins.float = ...,
+        hit_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "free_pages", b"free_pages", "incarnation_id", b"incarnation_id", "last_seen_ms", b"last_seen_ms", "queued_tokens", b"queued_tokens", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "tier", b"tier", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cached_pages", b"cached_pages", "free_pages", b"free_pages", "hit_rate", b"hit_rate", "incarnation_id", b"incarnation_id", "last_seen_ms", b"last_seen_ms", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "reason", b"reason", "running_sequences", b"running_sequences", "state", b"state", "tier", b"tier", "total_pages", b"total_pages", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

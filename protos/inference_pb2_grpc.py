@@ -275,3 +275,79 @@ class InferenceService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class AdminServiceStub:
+    """What operators and benchmarks need beside inference.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FlushPrefixCache = channel.unary_unary(
+                '/kvferry.v1.AdminService/FlushPrefixCache',
+                request_serializer=protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+
+
+class AdminServiceServicer:
+    """What operators and benchmarks need beside inference.
+    """
+
+    def FlushPrefixCache(self, request, context):
+        """Makes every worker forget its prefix cache. Pages in use stay with their requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=protos_dot_inference__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.v1.AdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.v1.AdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdminService:
+    """What operators and benchmarks need beside inference.
+    """
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.AdminService/FlushPrefixCache',
+            protos_dot_inference__pb2.FlushPrefixCacheRequest.SerializeToString,
+            protos_dot_inference__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

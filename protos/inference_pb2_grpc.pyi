@@ -104,3 +104,34 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Describes tiers, workers, queue and pages."""
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class AdminServiceStub:
+    """What operators and benchmarks need beside inference."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
+    FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FlushPrefixCacheRequest, _inference_pb2.FlushPrefixCacheResponse]
+    """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+
+@_typing.type_check_only
+class AdminServiceAsyncStub(AdminServiceStub):
+    """What operators and benchmarks need beside inference."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_inference_pb2.FlushPrefixCacheRequest, _inference_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
+    """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+
+class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
+    """What operators and benchmarks need beside inference."""
+
+    @_abc_1.abstractmethod
+    def FlushPrefixCache(
+        self,
+        request: _inference_pb2.FlushPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.FlushPrefixCacheResponse, _abc.Awaitable[_inference_pb2.FlushPrefixCacheResponse]]:
+        """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+
+def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -195,6 +195,7 @@ class KvNotification(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     CLOSE_REASON_FIELD_NUMBER: _builtins.int
+    ANSWER_ENDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request of the ticket."""
     attempt: _builtins.int
@@ -206,7 +207,9 @@ class KvNotification(_message.Message):
     closed: _builtins.bool
     """The writer will never touch the ticket's pages again."""
     close_reason: _builtins.str
-    """Why the writer closed before all pages were written; empty if it did its work."""
+    """Why the writer closed before all pages were written."""
+    answer_ended: _builtins.bool
+    """With closed: the answer ended with its first token, so nothing failed and nobody waits for the pages."""
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
         """The first token, once it is known."""
@@ -221,10 +224,11 @@ class KvNotification(_message.Message):
         first_token: Global___FirstToken | None = ...,
         closed: _builtins.bool = ...,
         close_reason: _builtins.str = ...,
+        answer_ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "first_token", b"first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "attempt", b"attempt", "close_reason", b"close_reason", "closed", b"closed", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "answer_ended", b"answer_ended", "attempt", b"attempt", "close_reason", b"close_reason", "closed", b"closed", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token: _TypeAlias = _typing.Literal["first_token"]  # noqa: Y015
     _WhichOneofArgType__first_token: _TypeAlias = _typing.Literal["_first_token", b"_first_token"]  # noqa: Y015

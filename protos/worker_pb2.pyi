@@ -103,6 +103,7 @@ class SessionRequest(_message.Message):
     ABORT_FIELD_NUMBER: _builtins.int
     CONNECT_PEER_FIELD_NUMBER: _builtins.int
     FORGET_PEER_FIELD_NUMBER: _builtins.int
+    FLUSH_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Opens the session."""
@@ -127,6 +128,10 @@ class SessionRequest(_message.Message):
     def forget_peer(self) -> Global___ForgetPeerCommand:
         """To prefill: a decode worker is gone."""
 
+    @_builtins.property
+    def flush_cache(self) -> Global___FlushCacheCommand:
+        """To all: forget cached pages."""
+
     def __init__(
         self,
         *,
@@ -136,12 +141,13 @@ class SessionRequest(_message.Message):
         abort: Global___AbortCommand | None = ...,
         connect_peer: Global___ConnectPeerCommand | None = ...,
         forget_peer: Global___ForgetPeerCommand | None = ...,
+        flush_cache: Global___FlushCacheCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -161,6 +167,7 @@ class SessionResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     PEER_FIELD_NUMBER: _builtins.int
     TRANSFER_FINISHED_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo:
         """Who the worker is."""
@@ -193,6 +200,10 @@ class SessionResponse(_message.Message):
     def transfer_finished(self) -> Global___TransferFinishedEvent:
         """The pages of a request are sent."""
 
+    @_builtins.property
+    def cache(self) -> Global___CacheEvents:
+        """Pages the prefix cache learned or lost."""
+
     def __init__(
         self,
         *,
@@ -204,12 +215,13 @@ class SessionResponse(_message.Message):
         load: Global___LoadReport | None = ...,
         peer: Global___PeerEvent | None = ...,
         transfer_finished: Global___TransferFinishedEvent | None = ...,
+        cache: Global___CacheEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -253,12 +265,15 @@ class WorkerInfo(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the worker."""
     incarnation_id: _builtins.str
     """New at every start of the process."""
     tier: Global___Tier.ValueType
     """Its tier."""
+    address: _builtins.str
+    """host:port at which other workers reach it."""
     @_builtins.property
     def fingerprint(self) -> _kv_pb2.Fingerprint:
         """What must be equal in a pair."""
@@ -280,10 +295,11 @@ class WorkerInfo(_message.Message):
         fingerprint: _kv_pb2.Fingerprint | None = ...,
         limits: Global___WorkerLimits | None = ...,
         endpoint: _kv_pb2.TransferEndpoint | None = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "fingerprint", b"fingerprint", "limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "fingerprint", b"fingerprint", "incarnation_id", b"incarnation_id", "limits", b"limits", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "fingerprint", b"fingerprint", "incarnation_id", b"incarnation_id", "limits", b"limits", "tier", b"tier", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -301,6 +317,7 @@ class WorkerLimits(_message.Message):
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     """Pages of the pool."""
     page_size: _builtins.int
@@ -313,6 +330,8 @@ class WorkerLimits(_message.Message):
     """Prompt tokens per step; prefill only."""
     vocab_size: _builtins.int
     """Number of token ids the model knows."""
+    policy: _builtins.str
+    """Order of prompts: "fcfs" or "bounded_slowdown"; prefill only."""
     def __init__(
         self,
         *,
@@ -322,10 +341,11 @@ class WorkerLimits(_message.Message):
         max_num_sequences: _builtins.int = ...,
         token_budget: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
+        policy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "max_num_sequences", b"max_num_sequences", "num_pages", b"num_pages", "page_size", b"page_size", "token_budget", b"token_budget", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "max_num_sequences", b"max_num_sequences", "num_pages", b"num_pages", "page_size", b"page_size", "policy", b"policy", "token_budget", b"token_budget", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,6 +495,8 @@ class PrefillCommand(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request to serve."""
     attempt: _builtins.int
@@ -483,6 +505,10 @@ class PrefillCommand(_message.Message):
     """How many of token_ids are the client's prompt."""
     deadline_ms: _builtins.int
     """Time left until the client's deadline, in milliseconds; 0 means none."""
+    cache_salt: _builtins.str
+    """Prompts with different salts never share pages."""
+    priority: _builtins.int
+    """Higher goes first."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, and the tokens already generated by earlier attempts."""
@@ -510,10 +536,12 @@ class PrefillCommand(_message.Message):
         stop: Global___StopConfig | None = ...,
         deadline_ms: _builtins.int = ...,
         ticket: _kv_pb2.PageTicket | None = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,6 +600,23 @@ class ConnectPeerCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ConnectPeerCommand: _TypeAlias = ConnectPeerCommand  # noqa: Y015
+
+@_typing.final
+class FlushCacheCommand(_message.Message):
+    """Forget cached pages that nobody uses, and keep those in use from being found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheCommand: _TypeAlias = FlushCacheCommand  # noqa: Y015
 
 @_typing.final
 class ForgetPeerCommand(_message.Message):
@@ -816,16 +861,37 @@ class LoadReport(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     QUARANTINED_PAGES_FIELD_NUMBER: _builtins.int
+    RUNNING_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUED_SECONDS_FIELD_NUMBER: _builtins.int
+    CACHED_PAGES_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
+    PINNED_PAGES_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
+    HIT_RATE_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages nobody holds."""
     promised_pages: _builtins.int
     """Pages promised to running sequences but not yet taken; decode only."""
     queued_tokens: _builtins.int
-    """Prompt tokens waiting or running; prefill only."""
+    """Prompt tokens of prompts not begun; prefill only."""
     num_sequences: _builtins.int
     """Sequences waiting or running."""
     quarantined_pages: _builtins.int
     """Pages a writer may still touch."""
+    running_tokens: _builtins.int
+    """Prompt tokens still to compute of prompts begun; prefill only."""
+    queued_seconds: _builtins.float
+    """Time that queued and running prompt tokens will take at the measured rate; 0 until it is known; prefill only."""
+    cached_pages: _builtins.int
+    """Pages that only the prefix cache knows."""
+    held_pages: _builtins.int
+    """Pages that sequences hold."""
+    pinned_pages: _builtins.int
+    """Pages that only a transfer of ours reads."""
+    step_ms: _builtins.float
+    """Time of a step, smoothed."""
+    hit_rate: _builtins.float
+    """Share of prompt tokens found in the prefix cache since the start."""
     def __init__(
         self,
         *,
@@ -834,14 +900,51 @@ class LoadReport(_message.Message):
         queued_tokens: _builtins.int = ...,
         num_sequences: _builtins.int = ...,
         quarantined_pages: _builtins.int = ...,
+        running_tokens: _builtins.int = ...,
+        queued_seconds: _builtins.float = ...,
+        cached_pages: _builtins.int = ...,
+        held_pages: _builtins.int = ...,
+        pinned_pages: _builtins.int = ...,
+        step_ms: _builtins.float = ...,
+        hit_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_pages", b"free_pages", "num_sequences", b"num_sequences", "promised_pages", b"promised_pages", "quarantined_pages", b"quarantined_pages", "queued_tokens", b"queued_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "held_pages", b"held_pages", "hit_rate", b"hit_rate", "num_sequences", b"num_sequences", "pinned_pages", b"pinned_pages", "promised_pages", b"promised_pages", "quarantined_pages", b"quarantined_pages", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "running_tokens", b"running_tokens", "step_ms", b"step_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class CacheEvents(_message.Message):
+    """Pages the prefix cache learned or lost, in the order they did; for routers that send prompts where their pages are."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def added(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of pages that can be found now, 16 bytes each."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Keys of pages that can't be found any more."""
+
+    def __init__(
+        self,
+        *,
+        added: _abc.Iterable[_builtins.bytes] | None = ...,
+        evicted: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "evicted", b"evicted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 
 @_typing.final
 class PeerEvent(_message.Message):

@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.generation import Generator
 from router.metrics import RouterMetrics
-from router.servicer import SERVICE_NAME, InferenceServicer
+from router.servicer import ADMIN_SERVICE_NAME, SERVICE_NAME, AdminServicer, InferenceServicer
 from router.tokenizer import Tokenizer, TokenizerError
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
@@ -44,12 +44,13 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     stop = asyncio.Event()
     install_stop_signals(stop)
     metrics = RouterMetrics()
-    server = RpcServer(config.process.host, config.process.port, [SERVICE_NAME])
-    dispatcher = Dispatcher(config.router_id, tokenizer.file_hash, config.worker_loss_seconds, metrics)
+    server = RpcServer(config.process.host, config.process.port, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+    dispatcher = Dispatcher(config, tokenizer.file_hash, metrics)
     generator = Generator(dispatcher, tokenizer, model_name, metrics)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         InferenceServicer(generator, dispatcher, tokenizer, metrics), server.server
     )
+    inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(dispatcher), server.server)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
     await server.start()
     for addresses, tier in ((config.prefill, worker_pb2.TIER_PREFILL), (config.decode, worker_pb2.TIER_DECODE)):

@@ -27,11 +27,16 @@ class RouterConfig:
     worker_loss_seconds: float = 30.0
     """A request that had workers and lost the last usable pair waits this long for another before it fails."""
 
+    max_queue_requests: int = 1024
+    """Requests that may wait for workers; one more is refused with RESOURCE_EXHAUSTED."""
+
     def __post_init__(self) -> None:
         for flag, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
             for address in addresses:
                 host, _, port = address.rpartition(":")
                 if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
                     raise ValueError(f"{flag} has {address!r}; it must look like host:port")
+        if self.max_queue_requests < 1:
+            raise ValueError(f"--max-queue-requests is {self.max_queue_requests}; at least 1 is needed")
         if self.worker_loss_seconds < 0:
             raise ValueError(f"--worker-loss-seconds is {self.worker_loss_seconds}; it can't be negative")

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 
 from protos import worker_pb2
+from router.config import RouterConfig
 from router.metrics import RouterMetrics
-from router.policy import choose_pair
-from router.request import MAX_ATTEMPTS, Ended, Request, RequestState
+from router.policy import can_serve, choose_pair, model_hashes
+from router.request import MAX_FRUITLESS_ATTEMPTS, Ended, Request, RequestState
+from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
-from rpc.errors import RequestError, Unavailable, error_for_code
+from rpc.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, error_for_code
 
 log = logging.getLogger(__name__)
 
@@ -20,11 +21,12 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Owns the queue and all running requests. Lives on the event loop; nothing here blocks."""
 
-    def __init__(self, router_id: str, tokenizer_hash: str, worker_loss_seconds: float, metrics: RouterMetrics) -> None:
-        self.pool = WorkerPool(router_id, tokenizer_hash, self._on_event, self._on_lost, self._bind_waiting)
-        self._queue: deque[Request] = deque()
+    def __init__(self, config: RouterConfig, tokenizer_hash: str, metrics: RouterMetrics) -> None:
+        self.pool = WorkerPool(config.router_id, tokenizer_hash, self._on_event, self._on_lost, self._bind_waiting)
+        self._config, self._metrics = config, metrics
+        self._queue = RequestQueue()
         self._running: dict[tuple[str, int], Request] = {}
-        self._worker_loss_seconds, self._metrics = worker_loss_seconds, metrics
+        self._recheck: asyncio.TimerHandle | None = None
 
     @property
     def num_queued(self) -> int:
@@ -37,60 +39,77 @@ class Dispatcher:
         return len(self._running)
 
     def submit(self, request: Request) -> None:
-        """Queues a request; its events tell how it goes. Raises Unavailable if no pair could serve it."""
+        """Queues a request; its events tell how it goes.
+
+        Raises Unavailable if no pair is there at all, ResourceExhausted if the queue is full.
+        """
         if not self.pool.ready_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
+        if len(self._queue) >= self._config.max_queue_requests:
+            raise ResourceExhausted(f"the queue is full: {len(self._queue)} requests wait")
         request.stamp_now("queued")
-        self._queue.append(request)
+        self._queue.admit(request, self.pool.policy())
         self._bind_waiting()
 
     def cancel(self, request: Request) -> None:
         """Ends a request, wherever it is. Both legs are told at once. Harmless if it has ended."""
-        if request.state is RequestState.FINISHED:
-            return
-        self._end_attempt(request)
-        request.state = RequestState.FINISHED
-        if request in self._queue:
-            self._queue.remove(request)
-        self._bind_waiting()
+        if request.state is not RequestState.FINISHED:
+            self._finish(request, Cancelled("cancelled by the client"))
+            self._bind_waiting()
+
+    def flush_prefix_caches(self) -> int:
+        """Makes every worker forget its prefix cache. Returns how many were told."""
+        links = [link for link in self.pool.links if link.is_open]
+        for link in links:
+            link.send(worker_pb2.SessionRequest(flush_cache=worker_pb2.FlushCacheCommand()))
+        return len(links)
 
     def complete(self, request: Request) -> None:
         """The answer is whole, though no worker knows: the router found a stop string."""
         request.is_answered = True
-        self._close_leg(request, "decode", abort=True)
-        self._finish_if_over(request)
+        if request.state is RequestState.RUNNING:
+            self._close_leg(request, "decode", abort=True)
+            self._finish_if_over(request)
+        else:
+            # Between two attempts: nothing of it runs, so no event would ever end it.
+            self._finish(request, None)
 
     def _bind_waiting(self) -> None:
-        """Binds requests from the head of the queue while a pair has room."""
+        """Binds requests in the queue's order, until one has to wait for room."""
         pairs = self.pool.ready_pairs()
-        while self._queue:
-            request = self._queue[0]
-            if not pairs:
+        for request in self._queue.in_order():
+            fitting = [pair for pair in pairs if can_serve(request, pair)]
+            if not fitting:
+                # Not now, and not by waiting for room: those behind it need not wait for it.
                 self._await_workers(request)
-                break
-            request.waits_for_workers_since = None
-            pair = choose_pair(request, pairs)
+                continue
+            request.unservable_since = None
+            pair = choose_pair(request, fitting)
             if pair is None:
                 break
-            self._queue.popleft()
+            self._queue.remove(request)
             self._reserve(request, *pair)
         self._metrics.set_requests(queued=self.num_queued, running=self.num_running)
 
     def _await_workers(self, request: Request) -> None:
-        """The last usable pair is gone: waits a while for another."""
-        now = time.monotonic()
-        if request.waits_for_workers_since is None:
-            request.waits_for_workers_since = now
-            asyncio.get_running_loop().call_later(self._worker_loss_seconds + 0.01, self._bind_waiting)
-        elif now - request.waits_for_workers_since >= self._worker_loss_seconds:
-            self._queue.popleft()
-            self._finish(request, Unavailable(f"no worker is left: {self.pool.why_not_ready()}"))
-            self._bind_waiting()
+        """The last pair that could serve it is gone: it waits a stated time for another."""
+        now, limit = time.monotonic(), self._config.worker_loss_seconds
+        if request.unservable_since is None:
+            request.unservable_since = now
+        if now - request.unservable_since >= limit:
+            self._finish(request, Unavailable(f"no worker that could serve it is left: {self.pool.why_not_ready()}"))
+        elif self._recheck is None:
+            self._recheck = asyncio.get_running_loop().call_later(min(limit, 1.0) + 0.01, self._recheck_waiting)
+
+    def _recheck_waiting(self) -> None:
+        self._recheck = None
+        self._bind_waiting()
 
     def _reserve(self, request: Request, prefill: WorkerLink, decode: WorkerLink) -> None:
         assert prefill.info is not None
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
+        request.model_hashes = model_hashes(prefill)
         prefill.requests.add(request)
         decode.requests.add(request)
         self._running[request.wire_id, request.attempt] = request
@@ -104,7 +123,7 @@ class Dispatcher:
             deadline_ms=request.remaining_ms(),
             writer_agent_name=prefill.agent_name,
             writer_incarnation_id=prefill.info.incarnation_id,
-            writer_address=prefill.address,
+            writer_address=prefill.info.address,
         )
         decode.send(worker_pb2.SessionRequest(reserve=command))
 
@@ -153,15 +172,17 @@ class Dispatcher:
             stop=request.checked.stop,
             deadline_ms=request.remaining_ms(),
             ticket=event.ticket,
+            cache_salt=request.checked.cache_salt,
+            priority=request.checked.priority,
         )
         request.prefill.send(worker_pb2.SessionRequest(prefill=command))
 
     def _on_refused(self, request: Request, decode: WorkerLink) -> None:
-        """No room there after all: back to the head of the queue until the worker reports a change."""
+        """No room there after all: back to its place in the queue until the worker reports a change."""
         decode.is_full = True
         self._unbind(request)
         request.state = RequestState.QUEUED
-        self._queue.appendleft(request)
+        self._queue.put_back(request)
         self._bind_waiting()
 
     def _on_output(self, request: Request, link: WorkerLink, output: worker_pb2.TokenOutput) -> None:
@@ -183,7 +204,8 @@ class Dispatcher:
         self._bind_waiting()
 
     def _on_failed(self, request: Request, link: WorkerLink, failed: worker_pb2.RequestFailedEvent) -> None:
-        self._close_leg(request, "prefill" if link is request.prefill else "decode", abort=False)
+        leg = "prefill" if link is request.prefill else "decode"
+        self._close_leg(request, leg, abort=False)
         error = error_for_code(failed.status_code, failed.message)
         if request.is_answered:
             self._finish_if_over(request)
@@ -210,9 +232,10 @@ class Dispatcher:
     # ends
 
     def _retry(self, request: Request, error: RequestError) -> None:
-        """Another attempt, ahead of new requests, unless there were too many."""
+        """Another attempt, ahead of newer requests, unless too many in a row brought no token."""
         self._end_attempt(request)
-        if request.attempt + 1 >= MAX_ATTEMPTS:
+        request.num_fruitless = 0 if request.num_attempt_tokens else request.num_fruitless + 1
+        if request.num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
             self._finish(request, error)
             return
         request.begin_attempt()
@@ -225,7 +248,7 @@ class Dispatcher:
                 "reason": error.message,
             },
         )
-        self._queue.appendleft(request)
+        self._queue.put_back(request)
         self._bind_waiting()
 
     def _finish_if_over(self, request: Request) -> None:
@@ -235,6 +258,8 @@ class Dispatcher:
 
     def _finish(self, request: Request, error: RequestError | None) -> None:
         self._end_attempt(request)
+        if request in self._queue:
+            self._queue.remove(request)
         if request.state is not RequestState.FINISHED:
             request.state = RequestState.FINISHED
             request.events.put_nowait(Ended(error))

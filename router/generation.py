@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 
@@ -12,6 +13,9 @@ from router.request import Ended, Request, Tokens
 from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 from router.validation import ClusterLimits, check_request
 from rpc.errors import AlreadyExists, Unavailable
+
+BYTES_TO_CHECK_AT_ONCE = 20_000
+"""Requests up to this size are checked on the event loop: a millisecond or two."""
 
 
 class Generator:
@@ -39,7 +43,12 @@ class Generator:
 
         deadline_seconds: time left to the client's deadline; None: no deadline.
         """
-        checked = check_request(request, self._tokenizer, self.model_name, self.limits())
+        limits = self.limits()
+        if request.ByteSize() > BYTES_TO_CHECK_AT_ONCE:
+            # Tokenizing a long text takes long; other streams must not wait for it.
+            checked = await asyncio.to_thread(check_request, request, self._tokenizer, self.model_name, limits)
+        else:
+            checked = check_request(request, self._tokenizer, self.model_name, limits)
         if checked.request_id in self._running_ids:
             raise AlreadyExists(f"request_id: {checked.request_id!r} is running already")
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds

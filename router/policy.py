@@ -19,9 +19,32 @@ def choose_pair(request: Request, pairs: Seq[Pair]) -> Pair | None:
     return pick(score(filter_pairs(request, pairs)))
 
 
+def can_serve(request: Request, pair: Pair) -> bool:
+    """Whether a pair, when idle, could serve a request: enough pages on both sides, and the model that began it."""
+    prefill, decode = pair
+    assert prefill.info is not None and decode.info is not None
+    if request.model_hashes not in (None, model_hashes(prefill)):
+        return False
+    prefill_limits, decode_limits = prefill.info.limits, decode.info.limits
+    return (
+        _pages(len(request.token_ids), prefill_limits.page_size) <= prefill_limits.num_pages
+        and _pages(request.max_num_tokens - 1, decode_limits.page_size) <= decode_limits.num_pages
+    )
+
+
+def model_hashes(prefill: WorkerLink) -> tuple[str, str]:
+    """Tells models apart: config and weights."""
+    assert prefill.info is not None
+    return prefill.info.fingerprint.model_config_hash, prefill.info.fingerprint.weights_hash
+
+
+def _pages(num_tokens: int, page_size: int) -> int:
+    return -(-num_tokens // page_size)
+
+
 def filter_pairs(request: Request, pairs: Seq[Pair]) -> list[Pair]:
     """Pairs whose prefill worker has less than a step of work and whose decode worker has room."""
-    return [(p, d) for p, d in pairs if _has_little_work(p) and _has_room(d, request)]
+    return [(p, d) for p, d in pairs if _has_little_work_before(p, request) and not d.is_full]
 
 
 def score(pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
@@ -40,7 +63,7 @@ def pick(scored: Seq[tuple[tuple[float, float], Pair]]) -> Pair | None:
 def pending_tokens(prefill: WorkerLink) -> int:
     """Prompt tokens bound to a prefill worker, by us or, as it reports, by all routers."""
     ours = sum(len(r.token_ids) for r in prefill.requests if r.num_attempt_tokens == 0)
-    return max(ours, prefill.load.queued_tokens)
+    return max(ours, prefill.load.queued_tokens + prefill.load.running_tokens)
 
 
 def pages_taken(decode: WorkerLink) -> float:
@@ -50,13 +73,17 @@ def pages_taken(decode: WorkerLink) -> float:
     return 1 - (decode.load.free_pages - decode.load.promised_pages) / total
 
 
-def _has_little_work(prefill: WorkerLink) -> bool:
+def work_before(prefill: WorkerLink, request: Request) -> int:
+    """Prompt tokens bound to a prefill worker that it will compute before a request's."""
     assert prefill.info is not None
-    return pending_tokens(prefill) < prefill.info.limits.token_budget
+    if prefill.info.limits.policy != "bounded_slowdown":
+        return pending_tokens(prefill)
+    # The worker takes them in the same order as our queue. Those of other routers are not known one by one.
+    return sum(len(r.token_ids) for r in prefill.requests if r.num_attempt_tokens == 0 and r.order < request.order)
 
 
-def _has_room(decode: WorkerLink, request: Request) -> bool:
-    assert decode.info is not None
-    limits = decode.info.limits
-    needed = -(-(request.max_num_tokens - 1) // limits.page_size)
-    return not decode.is_full and needed <= limits.num_pages
+def _has_little_work_before(prefill: WorkerLink, request: Request) -> bool:
+    assert prefill.info is not None
+    limits = prefill.info.limits
+    bound = sum(1 for r in prefill.requests if r.num_attempt_tokens == 0)
+    return work_before(prefill, request) < limits.token_budget and bound < limits.max_num_sequences

@@ -15,13 +15,15 @@ import enum
 import secrets
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from protos import inference_pb2, worker_pb2
 from router.validation import CheckedRequest
 from router.worker_pool import WorkerLink
 from rpc.errors import RequestError
 
-MAX_ATTEMPTS = 5
+MAX_FRUITLESS_ATTEMPTS = 5
+"""A request is given up after this many attempts in a row that brought no token."""
 
 
 class RequestState(enum.Enum):
@@ -31,6 +33,18 @@ class RequestState(enum.Enum):
     RESERVING = "reserving"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Order(NamedTuple):
+    """A request's place: smaller goes first."""
+
+    negative_priority: int
+    rank: float
+    """The policy's; 0 for order of arrival."""
+    arrival: int
+
+
+FIRST = Order(0, 0.0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +71,21 @@ class Request:
     """time.monotonic() at which the client gives up; None: never."""
     received: float = field(default_factory=time.monotonic)
     state: RequestState = RequestState.QUEUED
+    order: Order = FIRST
     attempt: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     prefill: WorkerLink | None = None
     """The open prefill leg."""
     decode: WorkerLink | None = None
     """The open decode leg."""
-    refused_by: WorkerLink | None = None
     is_answered: bool = False
     """The last token is known."""
-    waits_for_workers_since: float | None = None
+    unservable_since: float | None = None
+    """time.monotonic() since when no present pair could serve it."""
+    num_fruitless: int = 0
+    """Attempts in a row that brought no token."""
+    model_hashes: tuple[str, str] | None = None
+    """Which model began the answer; no other may go on with it."""
     num_cached_tokens: int = 0
     timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
     kv_transfer: inference_pb2.KvTransfer = field(default_factory=inference_pb2.KvTransfer)

@@ -21,6 +21,7 @@ from rpc.errors import Internal, RequestError
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvferry.v1.InferenceService"
+ADMIN_SERVICE_NAME = "kvferry.v1.AdminService"
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -37,9 +38,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams an answer."""
-        # grpc.aio gives a negative or huge number where there is no deadline.
-        remaining = context.time_remaining()
-        responses = self._generator.generate(request, remaining)
+        responses = self._generator.generate(request, context.time_remaining())
         status = "CANCELLED"
         try:
             async for response in responses:
@@ -115,7 +114,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 reason=link.reason,
                 total_pages=link.info.limits.num_pages if link.info else 0,
                 free_pages=link.load.free_pages if link.info else 0,
-                queued_tokens=link.load.queued_tokens,
+                cached_pages=link.load.cached_pages,
+                queued_tokens=link.load.queued_tokens + link.load.running_tokens,
+                queued_seconds=link.load.queued_seconds,
+                hit_rate=link.load.hit_rate,
                 running_sequences=link.load.num_sequences,
                 last_seen_ms=(now - link.last_seen) * 1e3,
             )
@@ -127,3 +129,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             running_requests=self._dispatcher.num_running,
             ready_pairs=len(pool.ready_pairs()),
         )
+
+
+class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
+    """See `inference.proto`."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def FlushPrefixCache(
+        self, request: inference_pb2.FlushPrefixCacheRequest, context: Context
+    ) -> inference_pb2.FlushPrefixCacheResponse:
+        """Makes every worker forget its prefix cache."""
+        return inference_pb2.FlushPrefixCacheResponse(num_workers=self._dispatcher.flush_prefix_caches())

@@ -15,6 +15,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_CACHE_SALT_CHARACTERS = 256
+MAX_PRIORITY = 1000
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class CheckedRequest:
     include_stop: bool
     eos_token_ids: frozenset[int]
     return_token_ids: bool
+    cache_salt: str
+    priority: int
 
 
 def check_request(
@@ -51,6 +55,12 @@ def check_request(
         raise InvalidArgument(
             "request_id", f"has {len(request.request_id)} characters; at most {MAX_REQUEST_ID_CHARACTERS} are allowed"
         )
+    if len(request.cache_salt) > MAX_CACHE_SALT_CHARACTERS:
+        raise InvalidArgument(
+            "cache_salt", f"has {len(request.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARACTERS} are allowed"
+        )
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidArgument("priority", f"is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     _refuse_unserved(request)
     prompt = prompt_token_ids(request, tokenizer, limits.vocab_size)
     stop = _check_stop(request.stop, tokenizer, len(prompt), limits)
@@ -63,6 +73,8 @@ def check_request(
         include_stop=request.stop.include_stop,
         eos_token_ids=frozenset(() if request.stop.ignore_eos else tokenizer.eos_token_ids),
         return_token_ids=request.return_token_ids,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )
 
 
@@ -119,7 +131,6 @@ def _refuse_unserved(request: inference_pb2.GenerateRequest) -> None:
         "stop.min_tokens": request.stop.min_tokens > 0,
         "num_logprobs": request.num_logprobs > 0,
         "echo_prompt_logprobs": request.echo_prompt_logprobs,
-        "priority": request.priority != 0,
     }
     for field, is_set in unserved.items():
         if is_set:
@@ -179,24 +190,25 @@ def _check_length(stop: inference_pb2.StopConditions, num_prompt_tokens: int, li
     if num_prompt_tokens > pool:
         raise InvalidArgument(
             "prompt",
-            f"has {num_prompt_tokens} tokens; the largest prefill worker's pool holds {pool} "
+            f"has {num_prompt_tokens} tokens; the prefill worker's pool holds {pool} "
             f"({limits.prefill_pages} pages of {limits.page_size})",
         )
-    # The last token's KV is never computed, so one more token than the pool holds can exist.
-    decode_pool = limits.decode_pages * limits.page_size
-    longest = min(limits.max_model_len, decode_pool + 1)
+    # The last token's KV is never computed, so one more token than a pool holds can exist. The prefill pool counts
+    # for the whole answer too: a request that loses its decode worker is computed again with the tokens it has.
+    pages, tier = min((limits.decode_pages, "decode"), (limits.prefill_pages, "prefill"))
+    longest = min(limits.max_model_len, pages * limits.page_size + 1)
     if num_prompt_tokens >= longest:
         raise InvalidArgument(
             "prompt",
-            f"has {num_prompt_tokens} tokens; the largest decode worker's pool holds {decode_pool} "
-            f"({limits.decode_pages} pages of {limits.page_size})",
+            f"has {num_prompt_tokens} tokens; the {tier} worker's pool holds {pages * limits.page_size} "
+            f"({pages} pages of {limits.page_size})",
         )
     if not stop.HasField("max_tokens"):
         return longest - num_prompt_tokens
     if stop.max_tokens == 0:
         raise InvalidArgument("stop.max_tokens", "is 0; it must be at least 1")
     if num_prompt_tokens + stop.max_tokens > longest:
-        what = "the model's limit" if longest == limits.max_model_len else "the largest decode worker's pool"
+        what = "the model's limit" if longest == limits.max_model_len else f"the {tier} worker's pool"
         raise InvalidArgument(
             "stop.max_tokens",
             f"is {stop.max_tokens}; with a prompt of {num_prompt_tokens} tokens at most {longest - num_prompt_tokens} "

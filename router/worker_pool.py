@@ -40,6 +40,8 @@ class WorkerLink:
         self.is_full = False
         """It refused a reservation and has not reported since."""
         self.requests: set[Request] = set()
+        self.cached_pages: set[bytes] = set()
+        """Keys of pages its prefix cache holds, from its cache events."""
         self.ready_peers: set[str] = set()
         """Agent names of decode workers that this prefill worker can write to."""
         self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
@@ -113,18 +115,24 @@ class WorkerPool:
             if prefill.is_open and decode.is_open and decode.agent_name in prefill.ready_peers
         ]
 
+    def policy(self) -> str:
+        """Order of prompts, as the prefill workers keep it."""
+        return next((link.info.limits.policy for link in self.prefill if link.info is not None), "fcfs")
+
     def limits(self) -> ClusterLimits | None:
         """What the ready pairs can take; None while there is none."""
         infos = [(p.info, d.info) for p, d in self.ready_pairs() if p.info and d.info]
         if not infos:
             return None
-        first = infos[0][0].limits
+        # Those of the pair that can take the longest request.
+        most = max(infos, key=lambda pair: min(pair[0].limits.num_pages, pair[1].limits.num_pages))
+        first = most[0].limits
         return ClusterLimits(
             max_model_len=first.max_model_len,
             vocab_size=first.vocab_size,
             page_size=first.page_size,
-            prefill_pages=max(p.limits.num_pages for p, _ in infos),
-            decode_pages=max(d.limits.num_pages for _, d in infos),
+            prefill_pages=most[0].limits.num_pages,
+            decode_pages=most[1].limits.num_pages,
         )
 
     def why_not_ready(self) -> str:
@@ -178,6 +186,9 @@ class WorkerPool:
                         self._open_link(link, event.info)
                     elif event.HasField("peer"):
                         self._on_peer(link, event.peer)
+                    elif event.HasField("cache"):
+                        link.cached_pages.difference_update(event.cache.evicted)
+                        link.cached_pages.update(event.cache.added)
                     elif event.HasField("load"):
                         link.load, link.is_full = event.load, False
                         self._on_change()
@@ -204,6 +215,7 @@ class WorkerPool:
         link.info, link.state, link.reason = info, "ready", ""
         link.load = worker_pb2.LoadReport(free_pages=info.limits.num_pages)
         link.is_full = False
+        link.cached_pages.clear()
         log.info(
             "worker connected", extra={"worker": link.name, "tier": _tier_name(link.tier), "address": link.address}
         )

@@ -28,6 +28,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON,
     # Two servers on one port would each get half of the calls; a port in use must be an error.
     ("grpc.so_reuseport", 0),
+    # Clients keep quiet channels alive; that is not abuse.
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 

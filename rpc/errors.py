@@ -86,9 +86,21 @@ class Internal(RequestError):
     code = grpc.StatusCode.INTERNAL
 
 
+class Cancelled(RequestError):
+    """The client does not want it any more."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
+class Refused(RequestError):
+    """A worker found the request invalid, though the router did not."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+
 _BY_CODE = {
     cls.code.value[0]: cls
-    for cls in (NotFound, AlreadyExists, Unavailable, DeadlineExceeded, ResourceExhausted, Internal)
+    for cls in (Refused, NotFound, AlreadyExists, Unavailable, DeadlineExceeded, ResourceExhausted, Internal)
 }
 
 

@@ -18,10 +18,17 @@ class WorkerConfig:
     process: ProcessConfig = field(default_factory=ProcessConfig)
     worker_id: str = ""
     """Name of this worker, stable over restarts. Empty: host name and port."""
+    advertise_address: str = ""
+    """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0."""
     max_num_sequences: int = 64
     """Most sequences at once."""
 
     def __post_init__(self) -> None:
+        if self.process.host in ("0.0.0.0", "::", "[::]") and not self.advertise_address:
+            raise ValueError(
+                f"--host is {self.process.host}, which others can't connect to; "
+                "give --advertise-address HOST:PORT as they reach this worker"
+            )
         if self.max_num_sequences < 1:
             raise ValueError(f"--max-num-sequences is {self.max_num_sequences}; at least 1 is needed")
 

@@ -27,10 +27,14 @@ class SessionClosed:
 
 @dataclass(frozen=True)
 class CloseTicket:
-    """A decode worker asks its writer to let go of a ticket; `done` is to be called when that is so."""
+    """A decode worker asks its writer to let go of a ticket.
+
+    `done` is to be called once nothing is open: True if the pages are not touched any more for sure, False if that
+    can't be known, because a write failed.
+    """
 
     request: kv_pb2.CloseTicketRequest
-    done: Callable[[], None]
+    done: Callable[[bool], None]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.page_pool import PagePool
@@ -24,6 +26,9 @@ class WorkerMetrics:
             "kvferry_step_seconds", "Time of one engine step", labels, buckets=SECONDS_BUCKETS, registry=self.registry
         ).labels(tier)
         self.prompt_tokens = counter("kvferry_prompt_tokens_total", "Prompt tokens computed").labels(tier)
+        self.cached_tokens = counter("kvferry_cached_tokens_total", "Prompt tokens found in the prefix cache").labels(
+            tier
+        )
         self.output_tokens = counter("kvferry_output_tokens_total", "Tokens chosen").labels(tier)
         self.kv_bytes = counter("kvferry_kv_bytes_total", "Bytes of KV pages moved, counted by the writer").labels(tier)
         self.kv_write_failures = counter("kvferry_kv_write_failures_total", "Page writes that failed").labels(tier)
@@ -32,6 +37,15 @@ class WorkerMetrics:
         ).labels(tier)
         self.requests = Counter(
             "kvferry_worker_requests_total", "Requests by how they ended", ["tier", "end"], registry=self.registry
+        )
+        self.queued_seconds = Gauge(
+            "kvferry_queued_seconds", "Prompt work that waits, at the measured rate", labels, registry=self.registry
+        ).labels(tier)
+        self._refusals = Gauge(
+            "kvferry_admission_refusals",
+            "Times a prompt was told to wait since the start, by what was short",
+            ["tier", "short_of"],
+            registry=self.registry,
         )
         self._tier = tier
         for end in ("finished", "aborted", "failed"):
@@ -50,6 +64,11 @@ class WorkerMetrics:
     def count_end(self, end: str) -> None:
         """A request ended: "finished", "aborted" or "failed"."""
         self.requests.labels(self._tier, end).inc()
+
+    def set_refusals(self, by_reason: Mapping[str, int]) -> None:
+        """Sets how often prompts were told to wait, by what was short."""
+        for reason, number in by_reason.items():
+            self._refusals.labels(self._tier, reason).set(number)
 
     def set_sequences(self, **by_state: int) -> None:
         """Sets the number of sequences per state."""

@@ -39,6 +39,8 @@ from worker.session import Sessions, SessionServicer
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+MAX_FAILED_STEPS = 3
+"""A worker whose steps fail so many times in a row ends itself."""
 DEFAULT_SEQUENCES = 8
 """The default pool holds this many sequences of full length, memory permitting."""
 
@@ -81,12 +83,14 @@ def no_services(server: aio.Server, parts: WorkerParts) -> None:
 def run_worker(
     config: WorkerConfig,
     tier: worker_pb2.Tier.ValueType,
-    token_budget: int,
+    limits: worker_pb2.WorkerLimits,
     build_loop: BuildLoop,
     service_names: list[str],
     add_services: AddServices = no_services,
 ) -> int:
     """Runs a worker process until SIGTERM or SIGINT. Returns the exit code.
+
+    limits: those of the tier; the rest is filled in from model and pool.
 
     Raises ModelLoadError, TransferError, PortInUse or ConfigError if it can't start.
     """
@@ -106,16 +110,14 @@ def run_worker(
     num_pages = config.engine.num_pages or _default_num_pages(config.engine, loaded)
     _check_memory(num_pages, config.engine, loaded)
     kv_cache = KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, config.engine.device)
-    serve = functools.partial(
-        _serve, config, tier, token_budget, loaded, kv_cache, build_loop, service_names, add_services
-    )
+    serve = functools.partial(_serve, config, tier, limits, loaded, kv_cache, build_loop, service_names, add_services)
     return asyncio.run(serve())
 
 
 async def _serve(
     config: WorkerConfig,
     tier: worker_pb2.Tier.ValueType,
-    token_budget: int,
+    limits: worker_pb2.WorkerLimits,
     loaded: LoadedModel,
     kv_cache: KvCache,
     build_loop: BuildLoop,
@@ -161,20 +163,17 @@ async def _serve(
         incarnation_id=incarnation_id,
         agent_name=agent_name,
     )
+    limits.num_pages, limits.page_size = kv_cache.num_pages, kv_cache.page_size
+    limits.max_model_len, limits.vocab_size = loaded.max_model_len, loaded.vocab_size
+    limits.max_num_sequences = config.max_num_sequences
     info = worker_pb2.WorkerInfo(
         worker_id=worker_id,
         incarnation_id=incarnation_id,
         tier=tier,
         fingerprint=_fingerprint(loaded, kv_cache).to_proto(),
-        limits=worker_pb2.WorkerLimits(
-            num_pages=kv_cache.num_pages,
-            page_size=kv_cache.page_size,
-            max_model_len=loaded.max_model_len,
-            max_num_sequences=config.max_num_sequences,
-            token_budget=token_budget,
-            vocab_size=loaded.vocab_size,
-        ),
+        limits=limits,
         endpoint=transport.endpoint(),
+        address=config.advertise_address or server.address,
     )
     worker_loop = build_loop(parts)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(SessionServicer(info, inbox, sessions), server.server)
@@ -219,10 +218,11 @@ async def _serve(
     await stop.wait()
     log.info("stopping", extra={"tier": tier_name, "worker": worker_id})
     await server.set_ready(False)
-    await server.stop(STOP_GRACE_SECONDS)
+    # The port closes last: that it refuses connections tells others that this process writes nothing any more.
     inbox.put(Stop())
-    await asyncio.to_thread(engine_thread.join, STOP_GRACE_SECONDS)
+    await asyncio.to_thread(engine_thread.join)
     await asyncio.to_thread(transfers.stop)
+    await server.stop(STOP_GRACE_SECONDS)
     return 1 if engine_failed.is_set() else 0
 
 

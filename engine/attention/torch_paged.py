@@ -200,20 +200,22 @@ class TorchPagedPlan:
         # Query heads of one KV head are neighbours: [size * heads, query heads per KV head, head_dim]
         rows = query[group.token_indices].reshape(size * heads, -1, backend.head_dim)
         scores = _scores(rows, keys, options)
-        scores.view(size, heads, rows.shape[1], -1).add_(self._group_mask(index, group, options.sliding_window))
+        hidden = self._group_mask(index, group, options.sliding_window)
+        # What lies in hidden places is unknown, even NaN: replaced, since sums and products would let it through.
+        scores.view(size, heads, rows.shape[1], -1).masked_fill_(hidden, float("-inf"))
+        values.view(size, heads, -1, backend.head_dim).masked_fill_(hidden.transpose(2, 3), 0.0)
         attended = torch.bmm(torch.softmax(scores, dim=-1), values)
         output[group.token_indices] = attended.view(size, -1, backend.head_dim)
 
     def _group_mask(self, index: int, group: _StepGroup, window: int | None) -> torch.Tensor:
-        """0 where a token is seen, -inf where not: [group, 1, 1, num_pages * page_size]. The same for all layers."""
+        """Where a token is not seen: [group, 1, 1, num_pages * page_size]. The same for all layers."""
         if (index, window) not in self._masks:
             positions = torch.arange(group.num_pages * self._backend.page_size, device=self._backend.device)
             lengths = group.lengths.unsqueeze(1)
             hidden = positions >= lengths
             if window is not None:
                 hidden |= positions < lengths - window
-            mask = torch.zeros(hidden.shape, dtype=self._backend.dtype, device=self._backend.device)
-            self._masks[index, window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+            self._masks[index, window] = hidden[:, None, None, :]
         return self._masks[index, window]
 
     def _attend_chunk(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
 import pytest
 
 REPEATS = 20
+SALTS = itertools.count()
 LONG = random.Random(1).choices(range(3, 40000), k=480)
 CONTROL = random.Random(2).choices(range(3, 40000), k=20)
 
@@ -23,7 +25,9 @@ def prefill_seconds(shared_cluster):
 
 
 def start(cluster, prompt=LONG, max_tokens=30):
-    return cluster.client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, timeout=120)
+    # A salt of its own, so that the prompt is computed and not found in the prefix cache.
+    options = {"temperature": 0.0, "ignore_eos": True, "timeout": 120, "cache_salt": f"cancel-{next(SALTS)}"}
+    return cluster.client.generate(prompt, max_tokens=max_tokens, **options)
 
 
 def wait_for(condition, seconds=20.0):

@@ -73,12 +73,22 @@ def test_no_orphan_survives_even_a_killed_parent(up):
     wait_until(lambda: gone(all_pids(content)), 20)
 
 
-def test_up_says_which_process_died(up):
+def test_up_starts_a_dead_worker_again_and_ends_with_its_router(up):
     process, content = up
-    os.kill(content["decode"][0]["pid"], signal.SIGKILL)
+    with Client(content["address"]) as client:
+        expected = client.generate("hello", max_tokens=200, temperature=0.0, ignore_eos=True).result().text
+        running = client.generate("hello", max_tokens=200, temperature=0.0, ignore_eos=True)
+        pieces = iter(running)
+        next(pieces)
+        os.kill(content["decode"][0]["pid"], signal.SIGKILL)
+        for _ in pieces:
+            pass
+        assert running.result().text == expected
+    os.kill(content["router"]["pid"], signal.SIGKILL)
     _, log = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "decode-0 ended with code -9" in log
+    assert "decode-0 ended with code -9; starting it again" in log
+    assert "error: router ended with code -9" in log.splitlines()[-1]
 
 
 def test_a_port_in_use_is_named(tiny_model):
@@ -225,16 +235,13 @@ class TestTwoByTwo:
 
     def bring_back(self, cluster, tier):
         """Starts the dead worker again at its address, with a new incarnation."""
-        dead = cluster.cluster.find(f"{tier}-0")
-        cluster.cluster.processes.remove(dead)
-        process = cluster.cluster.start_worker(tier, 0, "--port", dead.address.rpartition(":")[2])
-        cluster.cluster.wait_ready(process)
+        cluster.cluster.restart_worker(cluster.cluster.find(f"{tier}-0"))
         wait_until(lambda: cluster.client.cluster_status().ready_pairs == 4)
 
     def test_a_worker_that_came_back_is_used_again(self, cluster):
         """Casebook C150."""
         before = cluster.metrics("prefill-0")["kvferry_kv_bytes_total"]
-        streams = [cluster.client.generate([7] * 90, max_tokens=3, ignore_eos=True) for _ in range(16)]
+        streams = [cluster.client.generate([7 + i] * 90, max_tokens=3, ignore_eos=True) for i in range(16)]
         for stream in streams:
             stream.result()
         assert cluster.metrics("prefill-0")["kvferry_kv_bytes_total"] > before

@@ -41,7 +41,7 @@ async def test_32_streams_of_mixed_lengths_equal_their_lone_runs(cluster):
     lone = [await asyncio.to_thread(cluster.greedy, p, n) for p, n in zip(prompts, lengths, strict=True)]
     async with AsyncClient(cluster.address) as client:
         streams = [
-            client.generate(p, max_tokens=n, temperature=0.0, ignore_eos=True, return_token_ids=True, timeout=200)
+            client.generate(p, max_tokens=n, temperature=0.0, ignore_eos=True, return_token_ids=True, cache_salt="x")
             for p, n in zip(prompts, lengths, strict=True)
         ]
         together = await asyncio.gather(*(stream.result() for stream in streams))
@@ -230,7 +230,7 @@ def test_the_router_never_loads_torch(cluster):
 
 def test_counters_agree_with_answers(cluster):
     before = {name: cluster.metrics(name) for name in ("router", "prefill-0", "decode-0")}
-    results = [cluster.greedy(p, 6) for p in make_prompts(4)]
+    results = [cluster.greedy(p, 6, cache_salt="counted") for p in make_prompts(4)]
     after = {name: cluster.metrics(name) for name in before}
 
     def grown(name, metric):

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
-from router.request import MAX_ATTEMPTS, Ended, Request, RequestState, Tokens
+from router.request import MAX_FRUITLESS_ATTEMPTS, Ended, Request, RequestState, Tokens
 from router.validation import CheckedRequest
 from router.worker_pool import WorkerLink
-from rpc.errors import Unavailable
+from rpc.errors import ResourceExhausted, Unavailable
 
 pytestmark = pytest.mark.asyncio
 
 
-def make_link(tier, name, num_pages=100, token_budget=64):
+def make_link(tier, name, num_pages=400, token_budget=64):
     link = WorkerLink(f"{name}:1", tier)
     link.info = wpb.WorkerInfo(worker_id=name, incarnation_id="1", tier=tier)
     link.info.endpoint.agent_name = f"agent-{name}"
     limits = link.info.limits
     limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 1000
+    limits.max_num_sequences = 64
     link.load.free_pages = num_pages
     return link
 
@@ -29,8 +33,8 @@ def make_link(tier, name, num_pages=100, token_budget=64):
 class Rig:
     """A dispatcher over scripted links; `sent` takes the commands queued for a link."""
 
-    def __init__(self, prefill=1, decode=1):
-        self.dispatcher = Dispatcher("router", "hash", 5.0, RouterMetrics())
+    def __init__(self, prefill=1, decode=1, loss_seconds=5.0):
+        self.dispatcher = Dispatcher(RouterConfig(model="m", worker_loss_seconds=loss_seconds), "hash", RouterMetrics())
         self.prefill = [make_link(wpb.TIER_PREFILL, f"p{i}") for i in range(prefill)]
         self.decode = [make_link(wpb.TIER_DECODE, f"d{i}") for i in range(decode)]
         pool = self.dispatcher.pool
@@ -38,9 +42,11 @@ class Rig:
         for link in self.prefill:
             link.ready_peers = {d.agent_name for d in self.decode}
 
-    def submit(self, num_tokens=20, max_tokens=10):
+    def submit(self, num_tokens=20, max_tokens=10, priority=0):
         stop = wpb.StopConfig(max_tokens=max_tokens)
-        checked = CheckedRequest("r", (5,) * num_tokens, wpb.SamplingConfig(), stop, (), False, frozenset(), False)
+        checked = CheckedRequest(
+            "r", (5,) * num_tokens, wpb.SamplingConfig(), stop, (), False, frozenset(), False, "", priority
+        )
         request = Request(checked, None)
         self.dispatcher.submit(request)
         return request
@@ -147,7 +153,7 @@ async def test_cancel_tells_both_legs_and_late_events_are_ignored():
     assert rig.kinds(rig.decode[0]) == ["abort"]
     rig.tokens(request, rig.prefill[0], 0, 2)
     rig.reserved(request)
-    assert events(request) == []
+    assert ids(events(request)) == []
     assert rig.kinds(rig.prefill[0]) == []
 
 
@@ -211,7 +217,7 @@ async def test_retries_are_bounded():
     """No retry storm: the last error reaches the client."""
     rig = Rig()
     request = rig.submit()
-    for attempt in range(MAX_ATTEMPTS):
+    for attempt in range(MAX_FRUITLESS_ATTEMPTS):
         assert request.attempt == attempt
         failed = wpb.RequestFailedEvent(
             request_id=request.wire_id, attempt=attempt, status_code=14, message="why", retryable=True
@@ -231,8 +237,7 @@ async def test_without_any_pair_a_request_is_refused_at_once():
 
 
 async def test_a_request_that_lost_its_last_pair_waits_a_stated_time():
-    rig = Rig()
-    rig.dispatcher._worker_loss_seconds = 0.05
+    rig = Rig(loss_seconds=0.05)
     request = rig.submit()
     rig.lose(rig.decode[0])
     assert request.state is RequestState.QUEUED
@@ -252,3 +257,108 @@ async def test_equal_workers_get_equal_shares():
     for tier in ("p", "d"):
         first, second = (n for address, n in sorted(shares.items()) if address.startswith(tier))
         assert abs(first - second) < 0.2 * 400
+
+
+async def test_a_stop_string_found_between_two_attempts_ends_the_request():
+    """Tokens of the old attempt are read while the new one waits: nothing of it runs, so nothing else would end it."""
+    for state in (RequestState.QUEUED, RequestState.RESERVING):
+        rig = Rig(decode=2)
+        request = rig.submit()
+        rig.reserved(request, request.decode)
+        rig.tokens(request, rig.prefill[0], 0, 11)
+        if state is RequestState.QUEUED:
+            for link in rig.decode:
+                link.is_full = True
+        rig.lose(request.decode)
+        assert request.state is state
+        rig.dispatcher.complete(request)
+        assert events(request)[-1] == Ended(None)
+        assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
+        assert not any(link.requests for link in rig.prefill + rig.decode)
+
+
+async def test_a_request_that_no_present_pair_can_hold_does_not_block_the_others():
+    rig = Rig(decode=2, loss_seconds=0.05)
+    rig.decode[1].info.limits.num_pages = 3
+    large = rig.submit(num_tokens=20, max_tokens=200)
+    assert large.decode is rig.decode[0]
+    rig.lose(rig.decode[0])
+    small = rig.submit(num_tokens=20, max_tokens=10)
+    assert small.decode is rig.decode[1]
+    ended = await large.events.get()
+    assert isinstance(ended.error, Unavailable)
+
+
+async def test_requests_that_lost_all_workers_do_not_wait_one_after_another():
+    rig = Rig(loss_seconds=0.1)
+    requests = [rig.submit(num_tokens=64) for _ in range(5)]
+    rig.lose(rig.decode[0])
+    started = time.monotonic()
+    for request in requests:
+        assert isinstance((await request.events.get()).error, Unavailable)
+    assert time.monotonic() - started < 5 * 0.1
+
+
+async def test_pairs_are_chosen_by_the_prefill_pool_too():
+    rig = Rig(prefill=2)
+    rig.prefill[0].info.limits.num_pages = 1
+    for _ in range(10):
+        assert rig.submit(num_tokens=40).prefill is rig.prefill[1]
+        rig.prefill[1].requests.clear()
+
+
+async def test_another_model_does_not_go_on_with_an_answer():
+    rig = Rig(prefill=2, decode=2)
+    request = rig.submit()
+    other = next(link for link in rig.prefill if link is not request.prefill)
+    other.info.fingerprint.weights_hash = "other"
+    rig.reserved(request, request.decode)
+    rig.tokens(request, request.prefill, 0, 11)
+    rig.lose(request.prefill)
+    assert request.state is RequestState.QUEUED
+
+
+async def test_attempts_that_bring_tokens_are_not_counted_against_a_long_answer():
+    rig = Rig(decode=2)
+    request = rig.submit(max_tokens=100)
+    for index in range(3 * MAX_FRUITLESS_ATTEMPTS):
+        rig.reserved(request, request.decode)
+        rig.tokens(request, request.prefill, index, 50 + index)
+        failed = wpb.RequestFailedEvent(
+            request_id=request.wire_id, attempt=request.attempt, status_code=14, message="why", retryable=True
+        )
+        rig.event(request.decode, request_failed=failed)
+    assert len(ids(events(request))) == 3 * MAX_FRUITLESS_ATTEMPTS
+
+
+async def test_a_full_queue_refuses_at_once():
+    rig = Rig()
+    rig.decode[0].is_full = True
+    for _ in range(1024):
+        rig.submit()
+    with pytest.raises(ResourceExhausted, match="1024 requests wait"):
+        rig.submit()
+
+
+async def test_priority_then_arrival_decide_the_order():
+    rig = Rig()
+    rig.decode[0].is_full = True
+    requests = [rig.submit(priority=p) for p in (0, 0, 5, -1, 5)]
+    rig.decode[0].is_full = False
+    assert rig.dispatcher._queue.in_order() == [requests[i] for i in (2, 4, 0, 1, 3)]
+
+
+async def test_short_prompts_overtake_long_ones_with_bounded_slowdown_but_not_for_ever():
+    rig = Rig()
+    rig.prefill[0].info.limits.policy = "bounded_slowdown"
+    long = rig.submit(num_tokens=1000)
+    short = rig.submit(num_tokens=10)
+    assert (long.state, short.state) == (RequestState.RESERVING, RequestState.RESERVING)
+    waiting = rig.submit(num_tokens=900)
+    assert waiting.state is RequestState.QUEUED
+    later = rig.submit(num_tokens=20)
+    assert later.state is RequestState.RESERVING
+    # After 4 times its length of arriving work, the long one is before new short ones.
+    for _ in range(100):
+        last = rig.submit(num_tokens=60)
+    assert waiting.order < last.order

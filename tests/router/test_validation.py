@@ -60,9 +60,10 @@ def check(request, tokenizer, limits=LIMITS):
         ({"stop__min_tokens": 3}, "stop.min_tokens", "not served"),
         ({"num_logprobs": 1}, "num_logprobs", "not served"),
         ({"echo_prompt_logprobs": True}, "echo_prompt_logprobs", "not served"),
-        ({"priority": 1}, "priority", "not served"),
+        ({"priority": 1001}, "priority", r"\[-1000, 1000\]"),
+        ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
         ({"stop__max_tokens": 0}, "stop.max_tokens", "at least 1"),
-        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 47 fit the largest decode worker's pool of 57"),
+        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 39 fit the prefill worker's pool of 49"),
         ({"stop__stop": [""]}, r"stop.stop\[0\]", "1 to 1000"),
         ({"stop__stop": ["x"] * 17}, "stop.stop", "at most 16"),
         ({"stop__stop_token_ids": [3, VOCAB]}, r"stop.stop_token_ids\[1\]", "is 320"),
@@ -107,7 +108,7 @@ def test_another_model_is_not_found(tokenizer):
 def test_defaults_are_filled_in(tokenizer):
     checked = check(make_request(), tokenizer)
     assert (checked.sampling.temperature, checked.sampling.top_p, checked.sampling.top_k) == (1.0, 1.0, 0)
-    assert checked.stop.max_tokens == 7 * 8 + 1 - 10
+    assert checked.stop.max_tokens == 6 * 8 + 1 - 10
     assert list(checked.stop.stop_token_ids) == [1]
     assert checked.request_id.startswith("req-")
 

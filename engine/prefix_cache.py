@@ -1,0 +1,109 @@
+"""Which page holds the KV of which tokens: a chain of hashes over full pages.
+
+A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids; the first parent is made of the salt.
+So equal keys mean equal tokens from the beginning of the sequence on, in every process, whatever its hash seed.
+Only full pages that are wholly computed are shared, and the last token of a prompt is always computed again,
+since its logits are needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+
+from engine.page_pool import PagePool
+from engine.sequence import Sequence
+
+HASH_BYTES = 16
+
+
+def first_parent(cache_salt: str) -> bytes:
+    """The parent of a sequence's first page."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"kvferry salt").digest()
+
+
+def page_hash(parent: bytes, token_ids: list[int]) -> bytes:
+    """Key of a full page with these tokens behind `parent`."""
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
+
+
+def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
+    """Keys of all full pages of a sequence's known tokens; made once and kept in the sequence."""
+    hashes = sequence.page_hashes
+    while (len(hashes) + 1) * page_size <= sequence.num_tokens:
+        start = len(hashes) * page_size
+        parent = hashes[-1] if hashes else first_parent(sequence.cache_salt)
+        hashes.append(page_hash(parent, sequence.token_ids[start : start + page_size]))
+    return hashes
+
+
+@dataclass
+class CacheEvents:
+    """What changed since it was last asked."""
+
+    added: list[bytes] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.evicted)
+
+
+class PrefixCache:
+    """Finds and remembers pages. Owns none: holders are counted by the pool, which evicts the least recently used."""
+
+    def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
+        self._pool, self._page_size, self._enabled = pool, page_size, enabled
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._events = CacheEvents()
+        pool.on_evict = self._on_evict
+
+    def __len__(self) -> int:
+        return len(self._page_of)
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """Pages that hold the beginning of a sequence, all but its last token at most. Nothing is locked."""
+        if not self._enabled:
+            return []
+        most = (sequence.num_tokens - 1) // self._page_size
+        found: list[int] = []
+        for key in hash_full_pages(sequence, self._page_size)[:most]:
+            page = self._page_of.get(key)
+            if page is None:
+                break
+            found.append(page)
+        return found
+
+    def publish(self, sequence: Sequence) -> None:
+        """Makes the full, computed pages of a sequence known. Of two equal pages the older one stays."""
+        if not self._enabled:
+            return
+        num_full = sequence.num_computed_tokens // self._page_size
+        hashes = hash_full_pages(sequence, self._page_size)
+        for index in range(sequence.num_published_pages, num_full):
+            page, key = sequence.page_table[index], hashes[index]
+            if key not in self._page_of:
+                self._page_of[key], self._hash_of[page] = page, key
+                self._pool.keep(page)
+                self._events.added.append(key)
+        sequence.num_published_pages = max(num_full, sequence.num_published_pages)
+
+    def flush(self) -> None:
+        """Forgets everything; pages in use stay with their holders."""
+        for page in list(self._hash_of):
+            self._forget(page)
+            self._pool.drop(page)
+
+    def take_events(self) -> CacheEvents:
+        """Pages added and evicted since the last call."""
+        events, self._events = self._events, CacheEvents()
+        return events
+
+    def _on_evict(self, page: int) -> None:
+        self._forget(page)
+
+    def _forget(self, page: int) -> None:
+        key = self._hash_of.pop(page)
+        del self._page_of[key]
+        self._events.evicted.append(key)

@@ -1,0 +1,53 @@
+"""The router's one queue: by priority, then by the order the prefill workers use.
+
+Requests wait here, not at workers, so the order must be decided here too. With ``bounded_slowdown`` a request's rank
+is its virtual deadline, as in the prefill scheduler: prompt tokens that had arrived before it, plus SLOWDOWN times its
+own; short prompts overtake long ones, but only for as long as that stays in proportion.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+from router.request import Order, Request
+
+SLOWDOWN = 4
+"""As in prefill_service.scheduler."""
+
+
+class RequestQueue:
+    """Waiting requests in order. A request keeps its place when it comes back for another attempt."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Request] = []
+        self._arrivals = itertools.count()
+        self._arrived_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._waiting
+
+    def in_order(self) -> list[Request]:
+        """The waiting requests, the one to bind next first."""
+        return list(self._waiting)
+
+    def admit(self, request: Request, policy: str) -> None:
+        """Gives a new request its place and queues it. policy: that of the prefill workers."""
+        num_tokens = len(request.checked.prompt_token_ids)
+        rank = 0.0
+        if policy == "bounded_slowdown":
+            rank = self._arrived_tokens + SLOWDOWN * num_tokens
+        self._arrived_tokens += num_tokens
+        request.order = Order(-request.checked.priority, rank, next(self._arrivals))
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Queues a request at the place it had."""
+        bisect.insort(self._waiting, request, key=lambda waiting: waiting.order)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out."""
+        self._waiting.remove(request)
