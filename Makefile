@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test check protos bench-engine clean
+.PHONY: setup demo test check protos bench-engine bench-prefill bench-policy clean
 
 setup: $(VENV)/.ready
 
@@ -34,6 +34,12 @@ protos: setup
 
 bench-engine: setup
 	$(BIN)/python -m benchmarks.engine
+
+bench-prefill: setup
+	$(BIN)/python -m benchmarks.prefill
+
+bench-policy: setup
+	$(BIN)/python -m benchmarks.policy
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

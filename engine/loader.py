@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as hf_logging
 
 from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.config import EngineConfig
@@ -117,6 +118,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config()
     max_model_len = _max_model_len(config, text_config)
     _refuse_foreign_state(text_config)
+    # Worker logs are no terminals.
+    hf_logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION_NAME, paged_attention)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
