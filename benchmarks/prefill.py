@@ -1,7 +1,7 @@
 """`make bench-prefill`: prompt tokens/s against the token budget, and what a prefix hit saves.
 
-Runs the prefill tier's scheduler over the real model in one process, no transfer. Every figure of the table is from one run;
-rates are also given as a share of the best rate for that prompt length, hits as a ratio to the same prompt cold.
+Runs the prefill tier's scheduler over the real model in one process, no transfer. Every figure is from one run; rates
+are also given as a share of the best rate for that prompt length, hits as a ratio to the same prompt cold.
 """
 
 from __future__ import annotations

@@ -39,6 +39,11 @@ class Writer:
     incarnation_id: str
     address: str
 
+    @property
+    def worker_id(self) -> str:
+        """Name of the worker, the same in all its incarnations."""
+        return self.agent_name.rpartition("/")[0]
+
 
 class TicketCloser:
     """Runs on the event loop; tells the engine thread through its inbox."""
@@ -47,8 +52,8 @@ class TicketCloser:
         self._loop, self._inbox = loop, inbox
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._met: set[Writer] = set()
-        """Writers that answered, as themselves, at their address."""
+        self._met: set[tuple[str, str]] = set()
+        """(worker id, address): workers that answered, under their name, at their address."""
         self._introduced: set[Writer] = set()
 
     def introduce(self, writer: Writer) -> None:
@@ -76,9 +81,7 @@ class TicketCloser:
             response = await self._stub(writer).CloseTicket(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError:
             response = kv_pb2.CloseTicketResponse()
-        if response.incarnation_id == writer.incarnation_id:
-            self._met.add(writer)
-        else:
+        if not self._note(writer, response):
             self._introduced.discard(writer)
             log.error("a writer does not answer at its address", extra={"writer": writer.address})
 
@@ -98,7 +101,8 @@ class TicketCloser:
             response = await self._stub(writer).CloseTicket(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-            if unavailable and writer in self._met and await _refuses_connections(writer.address):
+            is_known = (writer.worker_id, writer.address) in self._met
+            if unavailable and is_known and await _refuses_connections(writer.address):
                 await asyncio.sleep(FENCE_SECONDS)
                 return "the writer's process is gone"
             log.warning(
@@ -106,13 +110,19 @@ class TicketCloser:
                 extra={"request_id": request.request_id, "writer": writer.address, "status": error.code().name},
             )
             return None
+        if not self._note(writer, response):
+            return None
         if response.incarnation_id == writer.incarnation_id:
-            self._met.add(writer)
             return "closed by the writer"
-        if writer in self._met:
-            await asyncio.sleep(FENCE_SECONDS)
-            return "the writer was restarted"
-        return None
+        await asyncio.sleep(FENCE_SECONDS)
+        return "the writer was restarted"
+
+    def _note(self, writer: Writer, response: kv_pb2.CloseTicketResponse) -> bool:
+        """Whether the worker meant by `writer` answered, in whatever incarnation."""
+        if response.worker_id != writer.worker_id:
+            return False
+        self._met.add((writer.worker_id, writer.address))
+        return True
 
     def _stub(self, writer: Writer) -> kv_pb2_grpc.PageTicketServiceAsyncStub:
         channel = self._channels.get(writer.address)

@@ -20,7 +20,7 @@ EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
 
 
 def _add_services(server: aio.Server, parts: WorkerParts) -> None:
-    servicer = PageTicketServicer(parts.inbox, parts.incarnation_id)
+    servicer = PageTicketServicer(parts.inbox, parts.worker_id, parts.incarnation_id)
     kv_pb2_grpc.add_PageTicketServiceServicer_to_server(servicer, server)
 
 

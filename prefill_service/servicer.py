@@ -15,8 +15,8 @@ SERVICE_NAME = "kvferry.v1.PageTicketService"
 class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
     """Hands the question to the engine thread and waits for its answer."""
 
-    def __init__(self, inbox: Inbox, incarnation_id: str) -> None:
-        self._inbox, self._incarnation_id = inbox, incarnation_id
+    def __init__(self, inbox: Inbox, worker_id: str, incarnation_id: str) -> None:
+        self._inbox, self._worker_id, self._incarnation_id = inbox, worker_id, incarnation_id
 
     async def CloseTicket(
         self,
@@ -24,7 +24,7 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> kv_pb2.CloseTicketResponse:
         """Answers when this process will not touch the ticket's pages any more."""
-        response = kv_pb2.CloseTicketResponse(incarnation_id=self._incarnation_id)
+        response = kv_pb2.CloseTicketResponse(worker_id=self._worker_id, incarnation_id=self._incarnation_id)
         if request.writer_incarnation_id != self._incarnation_id:
             return response
         loop = asyncio.get_running_loop()

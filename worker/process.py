@@ -60,6 +60,7 @@ class WorkerParts:
     sessions: Sessions
     metrics: WorkerMetrics
     loop: asyncio.AbstractEventLoop
+    worker_id: str
     incarnation_id: str
     agent_name: str
 
@@ -160,6 +161,7 @@ async def _serve(
         sessions=sessions,
         metrics=metrics,
         loop=loop,
+        worker_id=worker_id,
         incarnation_id=incarnation_id,
         agent_name=agent_name,
     )

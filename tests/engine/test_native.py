@@ -68,6 +68,21 @@ def test_steps_equal_plain_torch(page_size, heads, group, head_dim, window, soft
     assert torch.equal(caches[0].tensor, caches[1].tensor), "keys and values are stored at the same places"
 
 
+@pytest.mark.parametrize("make", [TorchPagedAttention, lambda cache: native_attention(cache, 9)])
+def test_what_lies_in_hidden_places_does_not_matter_even_nan(make):
+    """Tails of reused pages, and the page that pads short tables, may hold anything."""
+    batch, num_pages = make_batch(16, [5, 40])
+    cache = KvCache(num_pages, 16, KvShape(1, 3, 64), torch.bfloat16)
+    cache.tensor.fill_(float("nan"))
+    for entry in batch:
+        for position in range(entry.sequence.num_computed_tokens):
+            page = entry.sequence.page_table[position // 16]
+            cache.tensor[page, :, :, :, position % 16] = 1.0
+    query, key = torch.ones(2, 9, 64).bfloat16(), torch.ones(2, 3, 64).bfloat16()
+    found = make(cache).plan(batch).attend(0, query, key, key, AttentionOptions(0.125))
+    assert torch.equal(found, torch.ones_like(found))
+
+
 def test_threads_do_not_change_the_result():
     batch, num_pages = make_batch(16, [900, 3])
     cache = KvCache(num_pages, 16, KvShape(1, 3, 64), torch.bfloat16)

@@ -27,6 +27,7 @@ def computed(cluster):
 @pytest.mark.parametrize("shared", [PAGE - 1, PAGE, PAGE + 1])
 def test_eight_copies_cold_then_warm_then_at_once(shared, cluster, reference):
     """Casebook C049: prefixes at the page's edges; every answer is the oracle's."""
+    cluster.client.flush_prefix_cache()
     rng = random.Random(shared)
     prefix = rng.choices(range(3, 40000), k=shared)
     prompts = [prefix + rng.choices(range(3, 40000), k=40) for _ in range(2)]
@@ -64,6 +65,7 @@ def test_eight_copies_at_once_cold(cluster, reference):
 
 def test_salts_share_nothing_and_timing_shows_no_hit(cluster):
     """Casebook C074. Timing as a ratio within one run: another salt costs what a cold prompt costs."""
+    cluster.client.flush_prefix_cache()
     prompt = random.Random(5).choices(range(3, 40000), k=450)
 
     def prefill_ms(salt):
@@ -116,6 +118,33 @@ def test_other_settings_give_the_same_answers(flags, tiny_model, tmp_path):
             assert list(result.token_ids) == reference_tokens(reference, prompt, 5)
         hits = sum(result.usage.cached_tokens for result in results)
         assert hits == 0 if flags.get("prefix_cache") is False else hits > 0
+
+
+def test_churn_on_a_small_pool_with_cancels(tiny_model, tmp_path):
+    """Casebook C059, C066, C077: shared prefixes, random cancels, evictions; every answer right."""
+    folder = tiny_model("qwen3")
+    reference = load_reference(folder)
+    rng = random.Random(4)
+    bases = [rng.choices(range(2, 258), k=96) for _ in range(3)]
+    prompts = [
+        rng.choice(bases)[: rng.randint(0, 96)] + rng.choices(range(2, 258), k=rng.randint(1, 48)) for _ in range(40)
+    ]
+    expected = [reference_tokens(reference, prompt, 6) for prompt in prompts]
+    with running_cluster(tmp_path, model=str(folder), token_budget=24, max_model_len=192, num_pages=16) as cluster:
+        for _ in range(4):
+            picked = rng.choices(range(len(prompts)), k=64)
+            streams = [
+                cluster.client.generate(
+                    prompts[i], max_tokens=6, temperature=0.0, ignore_eos=True, return_token_ids=True
+                )
+                for i in picked
+            ]
+            for index, stream in zip(picked, streams, strict=True):
+                if rng.random() < 0.3:
+                    stream.cancel()
+                else:
+                    assert list(stream.result().token_ids) == expected[index]
+            cluster.settle(2.0)
 
 
 def test_page_keys_do_not_depend_on_the_process():

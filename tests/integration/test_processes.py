@@ -210,18 +210,20 @@ class TestTwoByTwo:
     @pytest.mark.parametrize("tier", ["decode", "prefill"])
     def test_a_killed_worker_costs_no_request_and_no_token(self, cluster, tier):
         """Promise 3, in its simplest form: streams go on elsewhere from the next token."""
-        prompts = [[9, 8, i + 10] * 30 for i in range(8)]
-        expected = [cluster.greedy(p, 150).token_ids for p in prompts]
+        # Long prompts where prefill is to be hit, short ones with long answers where decode is.
+        prompts = [[9, 8, i + 10] * (4 if tier == "decode" else 34) for i in range(8)]
+        expected = [cluster.greedy(p, 400).token_ids for p in prompts]
+        cluster.client.flush_prefix_cache()
+        retries = f"kvferry_request_retries_total,{tier}_lost"
+        retried = cluster.metrics("router").get(retries, 0)
         streams = [
-            cluster.client.generate(p, max_tokens=150, temperature=0.0, ignore_eos=True, return_token_ids=True)
+            cluster.client.generate(p, max_tokens=400, temperature=0.0, ignore_eos=True, return_token_ids=True)
             for p in prompts
         ]
         iterators = [iter(stream) for stream in streams]
         if tier == "decode":
             for iterator in iterators:
                 next(iterator)
-        retries = f"kvferry_request_retries_total,{tier}_lost"
-        retried = cluster.metrics("router").get(retries, 0)
         os.kill(cluster.cluster.find(f"{tier}-0").pid, signal.SIGKILL)
         results = []
         for stream, iterator in zip(streams, iterators, strict=True):

@@ -199,7 +199,7 @@ def test_model_info_and_cluster_status_tell_the_truth(cluster):
     assert (info.vocab_size, info.max_model_len, info.page_size, info.dtype) == (49152, MAX_MODEL_LEN, 16, "float32")
     status = cluster.client.cluster_status()
     assert status.ready_pairs == 1
-    assert [(w.tier, w.state, w.free_pages, w.total_pages) for w in status.workers] == [
+    assert [(w.tier, w.state, w.free_pages + w.cached_pages, w.total_pages) for w in status.workers] == [
         ("prefill", "ready", 1400, 1400),
         ("decode", "ready", 1400, 1400),
     ]
@@ -251,6 +251,16 @@ def test_a_deadline_ends_the_request_everywhere(cluster):
         cluster.client.generate([5] * 300, max_tokens=200, ignore_eos=True, timeout=0.5).result()
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
     cluster.settle()
+
+
+def test_a_deadline_that_can_not_be_met_costs_no_token(cluster):
+    cluster.greedy([8] * 200, 1, cache_salt="rate")
+    before = cluster.metrics("prefill-0")["kvferry_prompt_tokens_total"]
+    with pytest.raises(KvferryError) as caught:
+        cluster.client.generate([9] * 500, max_tokens=2, cache_salt="hopeless", timeout=0.2).result()
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    cluster.settle()
+    assert cluster.metrics("prefill-0")["kvferry_prompt_tokens_total"] == before
 
 
 def test_a_client_made_only_from_the_proto_works(cluster):

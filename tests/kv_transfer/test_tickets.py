@@ -49,6 +49,17 @@ def test_nothing_starts_on_a_stopped_ticket_and_open_writes_are_waited_for():
     assert out.is_terminal
 
 
+def test_a_failed_write_is_remembered():
+    out, incoming = make_ticket(5)
+    out.next_write(2)
+    out.write_ended(ok=False)
+    out.stop()
+    assert out.is_terminal
+    assert out.has_failed_write
+    assert incoming.accept(kv_pb2.KvNotification.FromString(out.closed_message("why", answer_ended=True)))
+    assert incoming.answer_ended
+
+
 def test_a_ticket_without_pages_still_brings_the_first_token():
     out, incoming = make_ticket(0)
     assert not incoming.is_complete

@@ -96,3 +96,30 @@ def test_idle_threads_cost_next_to_nothing(workers):
     time.sleep(1.0)
     share = (time.process_time() - cpu) / (time.monotonic() - wall)
     assert share < 0.1, f"two idle transfer threads take {share:.0%} of a core"
+
+
+def test_a_peer_is_disconnected_only_when_nothing_is_open_towards_it():
+    """Cutting an open write leaves it unknown what became of its bytes."""
+    hub = LocalHub()
+    writer = Worker(lambda name, region: LocalTransport(hub, name, region), "writer")
+    owner = Worker(lambda name, region: LocalTransport(hub, name, region), "owner")
+    disconnected = []
+    forget = writer.transport.disconnect
+
+    def disconnect(agent_name):
+        disconnected.append([entry.write.tag for entry in writer.thread._open])
+        forget(agent_name)
+
+    writer.transport.disconnect = disconnect
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerConnected("owner")
+    writer.thread.write(make_write(owner))
+    writer.thread.disconnect("owner")
+    ended = writer.next_event()
+    assert isinstance(ended, WriteEnded)
+    assert ended.ok
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerConnected("owner")
+    assert disconnected == [[]]
+    for worker in (writer, owner):
+        worker.thread.stop()
