@@ -75,6 +75,11 @@ class _Request:
     def key(self) -> RequestKey:
         return (self.ticket.agent_name, *self.ticket.key)
 
+    @property
+    def is_lease_over(self) -> bool:
+        """Whether nothing more may be started on the ticket."""
+        return self.lease_end is not None and time.monotonic() > self.lease_end
+
 
 class PrefillWorker:
     """Owns scheduler, page pool and requests; only its thread touches them."""
@@ -147,7 +152,8 @@ class PrefillWorker:
             self._prompt_tokens += sequence.num_tokens
             self._hit_tokens += sequence.num_cached_tokens
             self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
-            self._send_pages(request, sequence.num_cached_tokens // self._parts.page_size)
+            if not request.is_lease_over:  # if it is, the end of this chunk tells; the step is planned already
+                self._send_pages(request, sequence.num_cached_tokens // self._parts.page_size)
 
     # receive
 
@@ -291,7 +297,7 @@ class PrefillWorker:
         self._end_if_terminal(request)
 
     def _send_pages(self, request: _Request, num_finished_pages: int, first_token: int | None = None) -> None:
-        if request.lease_end is not None and time.monotonic() > request.lease_end:
+        if request.is_lease_over:
             self._fail(request, grpc.StatusCode.DEADLINE_EXCEEDED, "the page ticket's lease ended", retryable=False)
             return
         write = request.ticket.next_write(num_finished_pages, first_token)
@@ -357,6 +363,7 @@ class PrefillWorker:
             self._parts.transfers.notify(request.ticket.agent_name, payload)
         for done in request.waiters:
             done(not request.ticket.has_failed_write)
+        self._disconnect_if_unused(request.ticket.agent_name)
         moved = inference_pb2.KvTransfer(
             bytes=request.bytes_sent,
             transport=self._parts.transport_name,
@@ -396,9 +403,15 @@ class PrefillWorker:
 
     def _forget_peer(self, session_id: int, agent_name: str) -> None:
         """One router does not want a peer any more; others may. Its own requests it aborts itself."""
-        sessions = self._peer_sessions.get(agent_name, set())
-        sessions.discard(session_id)
-        if not sessions and self._peer_sessions.pop(agent_name, None) is not None:
+        self._peer_sessions.get(agent_name, set()).discard(session_id)
+        self._disconnect_if_unused(agent_name)
+
+    def _disconnect_if_unused(self, agent_name: str) -> None:
+        """Lets go of a peer that no router wants, once the last message to it is on its way."""
+        if self._peer_sessions.get(agent_name) == set() and not any(
+            request.ticket.agent_name == agent_name for request in self._requests.values()
+        ):
+            del self._peer_sessions[agent_name]
             self._parts.transfers.disconnect(agent_name)
 
     def _on_peer_failed(self, agent_name: str, reason: str) -> None:

@@ -280,7 +280,7 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most output tokens; unset: as many as fit the model's limit."""
+    """Most output tokens; unset: as many as fit the model's limit and the workers' pools."""
     min_tokens: _builtins.int
     """Fewest output tokens before EOS or a stop may end the answer."""
     ignore_eos: _builtins.bool

@@ -145,7 +145,7 @@ class Request:
             self.events.put_nowait(Tokens(tuple(ready.token_ids), ready.finish_reason))
 
     def take_transfer(self, moved: inference_pb2.KvTransfer) -> None:
-        """Takes note of what the prefill leg moved; attempts add up."""
+        """Takes note of what a prefill leg moved; those of attempts that ended well add up."""
         total = self.kv_transfer
         total.bytes += moved.bytes
         total.bytes_while_computing += moved.bytes_while_computing

@@ -32,9 +32,9 @@ COMPILE_SECONDS = 120
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
     """The kernels, compiled if that is needed; None (and a line in the log) where that can't be done."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
-        log.info("no C compiler found (cc, gcc, clang or $CC); decode steps run in plain torch, which is slower")
+        log.info("no C compiler found (gcc, or another as $CC); decode steps run in plain torch, which is slower")
         return None
     try:
         return _declare(ctypes.CDLL(str(_compiled(compiler))))

@@ -1,0 +1,241 @@
+"""The prefill worker's loop with a scripted model and the local transport: what ends a request, and who hears of it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from engine.config import EngineConfig
+from engine.page_pool import PagePool
+from kv_transfer.base import PageRegion, WriteState
+from kv_transfer.errors import PeerLost
+from kv_transfer.local_transport import LocalHub, LocalTransport
+from kv_transfer.transfer_thread import TransferThread
+from prefill_service.config import PrefillConfig
+from prefill_service.worker import PrefillWorker
+from protos import inference_pb2, kv_pb2, worker_pb2
+from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
+from worker.inbox import CloseTicket, Inbox, SessionClosed, SessionCommand
+from worker.metrics import WorkerMetrics
+from worker.process import MAX_FAILED_STEPS, WorkerParts
+
+NUM_PAGES = 32
+
+
+class Rig:
+    """A worker whose loop is turned by hand, and a decode worker's transport to write to."""
+
+    def __init__(self, token_budget=8):
+        hub = LocalHub()
+        self.memory = [np.zeros((NUM_PAGES, 64), dtype=np.uint8) for _ in range(2)]
+        regions = [PageRegion(m.ctypes.data, NUM_PAGES, 64) for m in self.memory]
+        self.transport, self.owner = LocalTransport(hub, "p/1", regions[0]), LocalTransport(hub, "d/1", regions[1])
+        self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
+        self.pool = PagePool(NUM_PAGES)
+        self.transfers = TransferThread(self.transport, self.inbox.put)
+        parts = WorkerParts(
+            runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
+            page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions,
+            metrics=WorkerMetrics("prefill", self.pool), loop=None, worker_id="p", incarnation_id="1", agent_name="p/1",
+        )  # fmt: skip
+        config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
+        self.worker = PrefillWorker(parts, self.runner, config)
+        self.transfers.start()
+        connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint())
+        self.command(connect_peer=connect)
+        self.turn_until(lambda: self.sessions.of("peer"))
+
+    def command(self, session_id=1, **command):
+        self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
+
+    def submit(self, name, token_ids, max_tokens=5, stop_ids=(), lease_ms=0, session_id=1, **options):
+        pages = -(-len(token_ids) // PAGE_SIZE)
+        ticket = kv_pb2.PageTicket(request_id=name, agent_name="d/1", page_ids=range(pages), lease_ms=lease_ms)
+        command = worker_pb2.PrefillCommand(
+            request_id=name, token_ids=token_ids, num_prompt_tokens=len(token_ids), ticket=ticket,
+            stop=worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids), **options,
+        )  # fmt: skip
+        self.command(session_id, prefill=command)
+
+    def turn(self):
+        """One turn of the loop, without waiting."""
+        worker = self.worker
+        assert worker._receive(wait=False)
+        step = worker._scheduler.schedule(time.monotonic(), worker._rate.tokens_per_second)
+        if step is not None:
+            worker._drop_expired(step)
+            worker._run_and_deliver(step)
+        worker._report_load()
+
+    def turn_until(self, condition, seconds=5.0):
+        end = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < end, "what the test waits for did not happen"
+            self.turn()
+            time.sleep(0.001)
+
+    def failures(self):
+        return {f.request_id: (f.status_code, f.message, f.retryable) for f in self.sessions.of("request_failed")}
+
+    def owner_heard(self):
+        return [kv_pb2.KvNotification.FromString(n.payload) for n in self.owner.take_notifications()]
+
+    def is_at_rest(self):
+        counts = self.pool.counts()
+        return not self.worker._requests and counts.held == counts.pinned == 0
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.turn_until(made.is_at_rest)
+    made.transfers.stop()
+
+
+def test_a_prompt_is_sent_while_it_is_computed_and_brings_its_first_token(rig):
+    rig.submit("r", list(range(1, 19)))
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    assert [n for step in rig.runner.steps for _, n in step] == [8, 8, 2]
+    heard = rig.owner_heard()
+    assert sorted((n.first_page, n.num_pages) for n in heard) == [(0, 2), (2, 2), (4, 1)]
+    assert [n.first_token.token_id for n in heard if n.HasField("first_token")] == [7]
+    [moved] = rig.sessions.of("transfer_finished")
+    assert moved.kv_transfer.bytes == 5 * 64
+    assert moved.kv_transfer.num_chunks == 3
+    [output] = rig.sessions.of("step_output")[0].outputs
+    assert (output.first_index, list(output.token_ids)) == (0, [7])
+
+
+def test_pages_found_in_the_cache_are_sent_before_the_rest_is_computed(rig):
+    rig.submit("first", list(range(1, 18)))
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    rig.owner_heard()
+    rig.submit("again", list(range(1, 18)))
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    assert rig.runner.steps[-1] == [("d/1/again#0", 1)]
+    assert sorted((n.first_page, n.num_pages) for n in rig.owner_heard()) == [(0, 4), (4, 1)]
+
+
+def test_an_answer_that_ends_with_its_first_token_closes_the_ticket_regularly(rig):
+    rig.submit("r", [1] * 10, stop_ids=[7])
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    assert rig.sessions.of("step_output")[0].outputs[0].finish_reason == inference_pb2.FINISH_REASON_STOP
+    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.closed and n.answer_ended])
+    assert rig.failures() == {}
+
+
+def test_broken_logits_fail_their_request_only(rig):
+    rig.runner.broken = {3}
+    rig.submit("broken", [3, 1])
+    rig.submit("fine", [4, 1])
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    assert rig.failures() == {"broken": (13, "the model's logits are not finite", False)}
+    assert [o.outputs[0].request_id for o in rig.sessions.of("step_output")] == ["fine"]
+
+
+def test_a_lease_that_ends_stops_its_request_and_not_the_step(rig):
+    rig.submit("warm", list(range(1, 18)))
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    rig.submit("late", list(range(1, 18)), lease_ms=1)
+    rig.submit("fine", [4, 1])
+    rig.worker._receive(wait=False)
+    time.sleep(0.01)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 3)
+    assert rig.failures() == {"late": (4, "the page ticket's lease ended", False)}
+
+
+def test_a_deadline_in_the_past_costs_no_token(rig):
+    rig.submit("late", [1] * 10, deadline_ms=1)
+    rig.worker._receive(wait=False)
+    time.sleep(0.01)
+    rig.turn_until(rig.failures)
+    assert rig.failures()["late"][0] == 4
+    assert rig.runner.steps == []
+
+
+def test_a_failing_step_is_retried_elsewhere_and_a_broken_worker_ends_itself(rig):
+    rig.runner.fail = True
+    for number in range(MAX_FAILED_STEPS - 1):
+        rig.submit(f"r{number}", [1, 2])
+        rig.turn()
+    assert all(retryable for _, _, retryable in rig.failures().values())
+    rig.submit("last", [1, 2])
+    with pytest.raises(RuntimeError, match="out of luck"):
+        rig.turn()
+    assert len(rig.failures()) == MAX_FAILED_STEPS
+
+
+def test_bad_commands_are_refused_in_words(rig):
+    rig.submit("empty", [])
+    rig.submit("strange", [VOCAB])
+    rig.submit("large", [1] * (NUM_PAGES * PAGE_SIZE + 1))
+    rig.turn()
+    messages = {name: message for name, (_, message, _) in rig.failures().items()}
+    assert "a prompt needs at least 1" in messages["empty"]
+    assert "token ids must be in [0, 50)" in messages["strange"]
+    assert "the prompt needs 33 pages, the prefill worker has 32" in messages["large"]
+
+
+def test_a_closed_ticket_can_not_be_used_any_more(rig):
+    answers = []
+    asked = kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r")
+    rig.inbox.put(CloseTicket(asked, answers.append))
+    rig.turn()
+    assert answers == [True]
+    rig.submit("r", [1, 2])
+    rig.turn()
+    assert "was used or closed before" in rig.failures()["r"][1]
+
+
+def test_closing_a_running_ticket_waits_for_its_open_writes(rig):
+    rig.submit("r", [1] * 30)
+    rig.turn()
+    rig.turn()
+    assert rig.worker._requests
+    answers = []
+    rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
+    rig.turn_until(lambda: answers)
+    assert answers == [True]
+    assert not rig.worker._requests
+    assert rig.pool.counts().pinned == 0
+
+
+def test_a_failed_write_is_never_said_to_be_closed(rig):
+    class Broken:
+        def poll(self):
+            return WriteState.FAILED
+
+    rig.transport.write = lambda *_: Broken()
+    rig.submit("r", [1] * 10)
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    assert rig.failures()["r"][2], "another attempt may succeed"
+    assert [e.ready for e in rig.sessions.of("peer")][-1] is False
+    answers = []
+    rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
+    rig.turn()
+    assert answers == [False]
+    assert not any(n.closed for n in rig.owner_heard())
+
+
+def test_a_post_that_fails_drops_every_ticket_for_that_peer(rig):
+    def lost(*_):
+        raise PeerLost("gone")
+
+    rig.transport.write = lost
+    rig.submit("a", [1] * 10)
+    rig.submit("b", [2] * 10)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    assert {name for name, (code, _, retryable) in rig.failures().items() if code == 14 and retryable} == {"a", "b"}
+
+
+def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
+    rig.submit("mine", [1] * 30)
+    rig.submit("theirs", [2] * 3, session_id=2)
+    rig.turn()
+    rig.inbox.put(SessionClosed(1))
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished", 2))
+    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.request_id == "mine" and n.closed])
+    assert rig.sessions.of("request_failed", 2) == []

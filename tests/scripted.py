@@ -1,0 +1,51 @@
+"""Stand-ins for a worker's surroundings, so that its loop can be turned by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+from engine.model_runner import StepLogits
+
+PAGE_SIZE, VOCAB = 4, 50
+
+
+class ScriptedRunner:
+    """Chooses token 7, or what a test asks for."""
+
+    def __init__(self):
+        self.fail = False
+        self.broken = set()
+        self.steps = []
+
+    def run(self, batch):
+        self.steps.append([(e.sequence.sequence_id, e.num_new_tokens) for e in batch])
+        if self.fail:
+            raise RuntimeError("out of luck")
+        sampled = [entry for entry in batch if entry.is_sampled]
+        logits = torch.zeros(len(sampled), VOCAB)
+        logits[:, 7] = 1.0
+        for row, entry in enumerate(sampled):
+            if entry.sequence.token_ids[0] in self.broken:
+                logits[row] = float("nan")
+        return StepLogits(sampled, logits if sampled else None)
+
+
+class FakeSessions:
+    """Keeps what would go to routers."""
+
+    def __init__(self):
+        self.events = defaultdict(list)
+
+    def add(self, session_id, event):
+        self.events[session_id].append(event)
+
+    def flush(self):
+        pass
+
+    def all_ids(self):
+        return [1]
+
+    def of(self, kind, session_id=1):
+        return [getattr(e, kind) for e in self.events[session_id] if e.HasField(kind)]
