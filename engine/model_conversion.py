@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from engine.native.library import load_kernels
+
 
 def convert(gguf: Path, target: Path) -> None:
     """Dequantizes the weights and saves model and tokenizer."""
@@ -20,6 +22,8 @@ def convert(gguf: Path, target: Path) -> None:
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    # So that the first start does not have to.
+    load_kernels()
 
 
 if __name__ == "__main__":

@@ -210,6 +210,15 @@ def _up(config: ClusterConfig) -> int:
     return code
 
 
+def _failed(error: Exception, address: str) -> int:
+    """Says what went wrong, and what to do if nothing listens. Returns the exit code."""
+    message = str(error)
+    if "failed to connect" in message:
+        message = f"UNAVAILABLE: no router answers at {address}; start one with `kvferry up`, or give --address"
+    print(f"kvferry: error: {message}", file=sys.stderr)
+    return 1
+
+
 def _generate(command: GenerateCommand) -> int:
     from kvferry.client import Client, KvferryError
 
@@ -234,8 +243,7 @@ def _generate(command: GenerateCommand) -> int:
             result = stream.result()
     except (KvferryError, ValueError) as error:
         # ValueError: a number that the wire has no room for, such as a negative seed.
-        print(f"kvferry: error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, command.address)
     except KeyboardInterrupt:
         return 130
     if command.json:
@@ -285,8 +293,7 @@ def _status(command: StatusCommand) -> int:
         with Client(command.address) as client:
             status = client.cluster_status()
     except KvferryError as error:
-        print(f"kvferry: error: {error}", file=sys.stderr)
-        return 1
+        return _failed(error, command.address)
     table = Table(
         title=f"{status.ready_pairs} ready pairs, {status.queued_requests} queued, {status.running_requests} running"
     )

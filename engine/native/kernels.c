@@ -219,19 +219,17 @@ static inline __attribute__((always_inline)) void attend_split(
 }
 
 #define CASE(D, G) \
-    case (D) * 100 + (G): \
-        if (a->page_size % LANES == 0) attend_split(a, sequence, head, split, D, G, 1); \
-        else attend_split(a, sequence, head, split, D, G, 0); \
-        break;
+    case (D) * 100 + (G): attend_split(a, sequence, head, split, D, G, 1); return;
 
 static void attend_task(const Attention *a, int task) {
     const int split = task % a->splits, head = task / a->splits % a->num_heads;
     const int sequence = task / a->splits / a->num_heads;
-    switch (a->head_dim * 100 + a->group) {
-        CASE(64, 1) CASE(64, 2) CASE(64, 3) CASE(64, 4) CASE(64, 8)
-        CASE(128, 1) CASE(128, 2) CASE(128, 3) CASE(128, 4) CASE(128, 8)
-        default: attend_split(a, sequence, head, split, a->head_dim, a->group, 0);
-    }
+    if (a->page_size % LANES == 0) /* sizes of common models get code of their own */
+        switch (a->head_dim * 100 + a->group) {
+            CASE(64, 1) CASE(64, 2) CASE(64, 3) CASE(64, 4) CASE(64, 7) CASE(64, 8)
+            CASE(128, 1) CASE(128, 2) CASE(128, 4) CASE(128, 8)
+        }
+    attend_split(a, sequence, head, split, a->head_dim, a->group, 0);
 }
 
 /* Joins the splits of one KV head of one sequence. */

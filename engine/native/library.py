@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from engine.model_store import cache_folder
 
@@ -57,7 +58,10 @@ def _compiled(compiler: str) -> Path:
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with FileLock(target.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        if target.is_file():  # another process was first
+            return target
+        log.info("compiling the native kernels; happens once")
         made = Path(folder) / "kernels.so"
         full = [*command, str(SOURCE), "-o", str(made), *link, "-lm"]
         subprocess.run(full, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)

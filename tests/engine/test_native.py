@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from engine.model_runner import ModelRunner
 from engine.native import library, rms_norm
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
-pytestmark = pytest.mark.skipif(library.load_kernels() is None, reason="no C compiler on this machine")
+# By the compiler, not by whether the kernels load: kernels that do not compile must fail here.
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler on this machine")
 
 
 def make_batch(page_size, contexts, chunk=0):
