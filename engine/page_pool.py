@@ -77,11 +77,6 @@ class PagePool:
         """Pages that `allocate` can give: free ones, and cached ones that nobody owns."""
         return len(self._free) + len(self._evictable)
 
-    @property
-    def num_quarantined(self) -> int:
-        """Pages only a foreign writer may still touch."""
-        return self._num_quarantined
-
     def counts(self) -> PageCounts:
         """Pages by owner."""
         return PageCounts(

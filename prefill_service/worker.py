@@ -445,6 +445,7 @@ class PrefillWorker:
         )
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
         self._parts.metrics.set_refusals(scheduler.refusals)
+        self._parts.metrics.prompt_restarts.set(scheduler.num_restarts)
         if load != self._last_load:
             self._last_load = load
             self._broadcast(worker_pb2.SessionResponse(load=load))

@@ -47,6 +47,12 @@ class WorkerMetrics:
             ["tier", "short_of"],
             registry=self.registry,
         )
+        self.prompt_restarts = Gauge(
+            "kvferry_prompt_restarts",
+            "Half-done prompts that gave their pages back since the start",
+            labels,
+            registry=self.registry,
+        ).labels(tier)
         self._tier = tier
         for end in ("finished", "aborted", "failed"):
             self.requests.labels(tier, end)
