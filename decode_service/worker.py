@@ -26,7 +26,7 @@ from engine.sequence import Sequence
 from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from protos import kv_pb2, worker_pb2
-from worker.inbox import InboxMessage, SessionClosed, SessionCommand, Stop, WriterGone
+from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop, WriterGone
 from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.request import StopRule, check_token_ids, sampling_params
 from worker.stamps import Stamps
@@ -110,6 +110,8 @@ class DecodeWorker:
 
     def _handle(self, message: InboxMessage) -> None:
         match message:
+            case SessionOpened(session_id):
+                self._tell_newcomer(session_id)
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
@@ -280,10 +282,15 @@ class DecodeWorker:
     def _send_failure(
         self, session_id: int, key: TicketKey, code: grpc.StatusCode, message: str, retryable: bool
     ) -> None:
+        log.warning("request failed", extra={"request_id": key[0], "attempt": key[1], "reason": message})
         failure = worker_pb2.RequestFailedEvent(
             request_id=key[0], attempt=key[1], status_code=code.value[0], message=message, retryable=retryable
         )
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(request_failed=failure))
+
+    def _tell_newcomer(self, session_id: int) -> None:
+        """A router connected: it gets the load with the next report."""
+        self._last_load = None
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()

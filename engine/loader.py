@@ -79,7 +79,6 @@ class LoadedModel:
     num_parameters: ParameterCounts
     max_model_len: int
     """Longest sequence in tokens."""
-    eos_token_ids: tuple[int, ...]
     identity: ModelIdentity
 
 
@@ -138,7 +137,6 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=vocab_size,
         num_parameters=num_parameters,
         max_model_len=max_model_len,
-        eos_token_ids=eos_token_ids(folder),
         identity=_identity(folder, hf_config, text_config),
     )
 
@@ -276,16 +274,6 @@ def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
     if any(isinstance(value, dict) for value in rope.values()):
         return [value for value in rope.values() if isinstance(value, dict)]
     return [rope]
-
-
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end an answer: those of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
 
 
 def _identity(folder: Path, hf_config: Any, text_config: Any) -> ModelIdentity:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.page_pool import PagePool
 from engine.sequence import Sequence
@@ -38,12 +38,12 @@ def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
     return hashes
 
 
-@dataclass
+@dataclass(frozen=True)
 class CacheEvents:
-    """What changed since it was last asked."""
+    """What changed since it was last asked. No key is in both lists: what came and went in between is told once."""
 
-    added: list[bytes] = field(default_factory=list)
-    evicted: list[bytes] = field(default_factory=list)
+    added: list[bytes]
+    evicted: list[bytes]
 
     def __bool__(self) -> bool:
         return bool(self.added or self.evicted)
@@ -56,7 +56,7 @@ class PrefixCache:
         self._pool, self._page_size, self._enabled = pool, page_size, enabled
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._events = CacheEvents()
+        self._changed: dict[bytes, bool] = {}  # key -> whether it can be found now
         pool.on_evict = self._on_evict
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class PrefixCache:
             if key not in self._page_of:
                 self._page_of[key], self._hash_of[page] = page, key
                 self._pool.keep(page)
-                self._events.added.append(key)
+                self._changed[key] = True
         sequence.num_published_pages = max(num_full, sequence.num_published_pages)
 
     def flush(self) -> None:
@@ -96,9 +96,16 @@ class PrefixCache:
             self._pool.drop(page)
 
     def take_events(self) -> CacheEvents:
-        """Pages added and evicted since the last call."""
-        events, self._events = self._events, CacheEvents()
-        return events
+        """Keys added and evicted since the last call."""
+        changed, self._changed = self._changed, {}
+        return CacheEvents(
+            added=[key for key, is_known in changed.items() if is_known],
+            evicted=[key for key, is_known in changed.items() if not is_known],
+        )
+
+    def keys(self) -> list[bytes]:
+        """Keys of all pages that can be found."""
+        return list(self._page_of)
 
     def _on_evict(self, page: int) -> None:
         self._forget(page)
@@ -106,4 +113,4 @@ class PrefixCache:
     def _forget(self, page: int) -> None:
         key = self._hash_of.pop(page)
         del self._page_of[key]
-        self._events.evicted.append(key)
+        self._changed[key] = False

@@ -8,6 +8,7 @@ from grpc import aio
 from engine.errors import ModelLoadError
 from kv_transfer.errors import TransferError
 from prefill_service.config import PrefillConfig
+from prefill_service.scheduler import SLOWDOWN
 from prefill_service.servicer import SERVICE_NAME, PageTicketServicer
 from prefill_service.worker import PrefillWorker
 from protos import kv_pb2_grpc, worker_pb2
@@ -30,7 +31,7 @@ def serve(config: PrefillConfig) -> int:
     def build_loop(parts: WorkerParts) -> PrefillWorker:
         return PrefillWorker(parts, parts.runner, config)
 
-    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, policy=config.policy)
+    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.policy])
     return run_worker(config, worker_pb2.TIER_PREFILL, limits, build_loop, [SERVICE_NAME], _add_services)
 
 

@@ -31,8 +31,8 @@ from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
 Policy = Literal["fcfs", "bounded_slowdown"]
 
-SLOWDOWN = 4
-"""How much longer than its own length a prompt may be kept waiting in favour of shorter ones."""
+SLOWDOWN: dict[Policy, int] = {"fcfs": 0, "bounded_slowdown": 4}
+"""How many times its own length a prompt may be kept waiting in favour of shorter ones."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Budget:
 @dataclass(eq=False)
 class _Prompt:
     sequence: Sequence
-    order: tuple[int, float, int]
+    order: tuple[int, int, int]
     """Smaller goes first: (-priority, policy's rank, arrival)."""
     deadline: float | None
     overtaken_tokens: int = 0
@@ -117,9 +117,8 @@ class PrefillScheduler:
 
     def add(self, sequence: Sequence, priority: int = 0, deadline: float | None = None) -> None:
         """Queues a prompt. deadline: on the clock of `schedule`'s `now`."""
-        rank = 0.0
-        if self._policy == "bounded_slowdown":
-            rank = self._arrived_tokens + SLOWDOWN * sequence.num_tokens
+        slowdown = SLOWDOWN[self._policy]
+        rank = self._arrived_tokens + slowdown * sequence.num_tokens if slowdown else 0
         self._arrived_tokens += sequence.num_tokens
         prompt = _Prompt(sequence, (-priority, rank, next(self._arrivals)), deadline)
         self._waiting[sequence.sequence_id] = prompt

@@ -32,7 +32,7 @@ from prefill_service.config import PrefillConfig
 from prefill_service.rate import Rate
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
-from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, Stop
+from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
 from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.request import StopRule, check_token_ids, sampling_params
 from worker.stamps import Stamps
@@ -167,6 +167,8 @@ class PrefillWorker:
 
     def _handle(self, message: InboxMessage) -> None:
         match message:
+            case SessionOpened(session_id):
+                self._tell_newcomer(session_id)
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
@@ -377,6 +379,10 @@ class PrefillWorker:
         self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(transfer_finished=event))
 
     def _send_failure(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
+        log.warning(
+            "request failed",
+            extra={"request_id": request.ticket.request_id, "attempt": request.ticket.attempt, "reason": message},
+        )
         failure = worker_pb2.RequestFailedEvent(
             request_id=request.ticket.request_id,
             attempt=request.ticket.attempt,
@@ -452,6 +458,12 @@ class PrefillWorker:
         if events := self._cache.take_events():
             message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
             self._broadcast(worker_pb2.SessionResponse(cache=message))
+
+    def _tell_newcomer(self, session_id: int) -> None:
+        """A router connected: it gets the load with the next report, and all keys of the cache now."""
+        self._last_load = None
+        message = worker_pb2.CacheEvents(added=self._cache.keys())
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
 
     def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
         for session_id in self._parts.sessions.all_ids():

@@ -317,7 +317,7 @@ class WorkerLimits(_message.Message):
     MAX_NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
-    POLICY_FIELD_NUMBER: _builtins.int
+    SLOWDOWN_FIELD_NUMBER: _builtins.int
     num_pages: _builtins.int
     """Pages of the pool."""
     page_size: _builtins.int
@@ -330,8 +330,10 @@ class WorkerLimits(_message.Message):
     """Prompt tokens per step; prefill only."""
     vocab_size: _builtins.int
     """Number of token ids the model knows."""
-    policy: _builtins.str
-    """Order of prompts: "fcfs" or "bounded_slowdown"; prefill only."""
+    slowdown: _builtins.int
+    """Order of prompts, prefill only. 0: of arrival. Else bounded slowdown: by the prompt tokens that had arrived before a
+    prompt, plus this many times its own length. Routers keep the same order in their queue.
+    """
     def __init__(
         self,
         *,
@@ -341,11 +343,11 @@ class WorkerLimits(_message.Message):
         max_num_sequences: _builtins.int = ...,
         token_budget: _builtins.int = ...,
         vocab_size: _builtins.int = ...,
-        policy: _builtins.str = ...,
+        slowdown: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "max_num_sequences", b"max_num_sequences", "num_pages", b"num_pages", "page_size", b"page_size", "policy", b"policy", "token_budget", b"token_budget", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_model_len", b"max_model_len", "max_num_sequences", b"max_num_sequences", "num_pages", b"num_pages", "page_size", b"page_size", "slowdown", b"slowdown", "token_budget", b"token_budget", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -918,7 +920,9 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Pages the prefix cache learned or lost, in the order they did; for routers that send prompts where their pages are."""
+    """Pages the prefix cache learned or lost, for routers that send prompts where their pages are. No key is in both
+    lists. The first of a session names every page that can be found.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

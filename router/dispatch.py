@@ -48,7 +48,7 @@ class Dispatcher:
         if len(self._queue) >= self._config.max_queue_requests:
             raise ResourceExhausted(f"the queue is full: {len(self._queue)} requests wait")
         request.stamp_now("queued")
-        self._queue.admit(request, self.pool.policy())
+        self._queue.admit(request, self.pool.slowdown())
         self._bind_waiting()
 
     def cancel(self, request: Request) -> None:

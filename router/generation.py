@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,8 @@ from router.request import Ended, Request, Tokens
 from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
 from router.validation import ClusterLimits, check_request
 from rpc.errors import AlreadyExists, Unavailable
+
+log = logging.getLogger(__name__)
 
 BYTES_TO_CHECK_AT_ONCE = 20_000
 """Requests up to this size are checked on the event loop: a millisecond or two."""
@@ -60,6 +63,17 @@ class Generator:
             async for response in self._stream(running):
                 yield response
         finally:
+            log.info(
+                "request ended",
+                extra={
+                    "request_id": checked.request_id,
+                    "answered": running.is_answered,
+                    "prompt_tokens": len(checked.prompt_token_ids),
+                    "output_tokens": len(running.output_token_ids),
+                    "attempts": running.attempt + 1,
+                    "ms": round((time.monotonic() - running.received) * 1e3),
+                },
+            )
             self._running_ids.discard(checked.request_id)
             self._dispatcher.cancel(running)
 

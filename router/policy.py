@@ -76,7 +76,7 @@ def pages_taken(decode: WorkerLink) -> float:
 def work_before(prefill: WorkerLink, request: Request) -> int:
     """Prompt tokens bound to a prefill worker that it will compute before a request's."""
     assert prefill.info is not None
-    if prefill.info.limits.policy != "bounded_slowdown":
+    if not prefill.info.limits.slowdown:
         return pending_tokens(prefill)
     # The worker takes them in the same order as our queue. Those of other routers are not known one by one.
     return sum(len(r.token_ids) for r in prefill.requests if r.num_attempt_tokens == 0 and r.order < request.order)

@@ -39,12 +39,12 @@ class Order(NamedTuple):
     """A request's place: smaller goes first."""
 
     negative_priority: int
-    rank: float
+    rank: int
     """The policy's; 0 for order of arrival."""
     arrival: int
 
 
-FIRST = Order(0, 0.0, 0)
+FIRST = Order(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

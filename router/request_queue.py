@@ -1,8 +1,8 @@
 """The router's one queue: by priority, then by the order the prefill workers use.
 
-Requests wait here, not at workers, so the order must be decided here too. With ``bounded_slowdown`` a request's rank
-is its virtual deadline, as in the prefill scheduler: prompt tokens that had arrived before it, plus SLOWDOWN times its
-own; short prompts overtake long ones, but only for as long as that stays in proportion.
+Requests wait here, not at workers, so the order must be decided here too. With a slowdown, which the workers tell, a
+request's rank is its virtual deadline, as in the prefill scheduler: prompt tokens that had arrived before it, plus
+slowdown times its own; short prompts overtake long ones, but only for as long as that stays in proportion.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import bisect
 import itertools
 
 from router.request import Order, Request
-
-SLOWDOWN = 4
-"""As in prefill_service.scheduler."""
 
 
 class RequestQueue:
@@ -34,12 +31,10 @@ class RequestQueue:
         """The waiting requests, the one to bind next first."""
         return list(self._waiting)
 
-    def admit(self, request: Request, policy: str) -> None:
-        """Gives a new request its place and queues it. policy: that of the prefill workers."""
+    def admit(self, request: Request, slowdown: int) -> None:
+        """Gives a new request its place and queues it. slowdown: that of the prefill workers."""
         num_tokens = len(request.checked.prompt_token_ids)
-        rank = 0.0
-        if policy == "bounded_slowdown":
-            rank = self._arrived_tokens + SLOWDOWN * num_tokens
+        rank = self._arrived_tokens + slowdown * num_tokens if slowdown else 0
         self._arrived_tokens += num_tokens
         request.order = Order(-request.checked.priority, rank, next(self._arrivals))
         self.put_back(request)

@@ -115,9 +115,9 @@ class WorkerPool:
             if prefill.is_open and decode.is_open and decode.agent_name in prefill.ready_peers
         ]
 
-    def policy(self) -> str:
-        """Order of prompts, as the prefill workers keep it."""
-        return next((link.info.limits.policy for link in self.prefill if link.info is not None), "fcfs")
+    def slowdown(self) -> int:
+        """Order of prompts, as the prefill workers keep it; see `WorkerLimits.slowdown`."""
+        return next((link.info.limits.slowdown for link in self.prefill if link.info is not None), 0)
 
     def limits(self) -> ClusterLimits | None:
         """What the ready pairs can take; None while there is none."""

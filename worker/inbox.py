@@ -19,6 +19,13 @@ class SessionCommand:
 
 
 @dataclass(frozen=True)
+class SessionOpened:
+    """A router connected: it is to be told how things stand, not only what changes from now on."""
+
+    session_id: int
+
+
+@dataclass(frozen=True)
 class SessionClosed:
     """A router's session ended: nobody waits for its requests any more."""
 
@@ -51,7 +58,7 @@ class Stop:
     """End the loop."""
 
 
-InboxMessage = SessionCommand | SessionClosed | CloseTicket | WriterGone | Stop | TransferEvent
+InboxMessage = SessionOpened | SessionCommand | SessionClosed | CloseTicket | WriterGone | Stop | TransferEvent
 
 
 class Inbox:

@@ -15,7 +15,7 @@ import grpc
 
 from kv_transfer.layout import PROTOCOL_VERSION
 from protos import worker_pb2, worker_pb2_grpc
-from worker.inbox import Inbox, SessionClosed, SessionCommand
+from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         session_id = next(self._ids)
         events = self._sessions.open(session_id)
+        self._inbox.put(SessionOpened(session_id))
         log.info("router connected", extra={"router": first.hello.router_id, "session": session_id})
         reader = asyncio.create_task(self._read(session_id, request_iterator, events))
         try:

@@ -239,7 +239,7 @@ class TestOrder:
             computed += sum(n for _, n, _ in planned)
             if ("long", True) in [(name, last) for name, _, last in planned]:
                 break
-        assert computed <= (SLOWDOWN + 2) * 50 + 50
+        assert computed <= (SLOWDOWN["bounded_slowdown"] + 2) * 50 + 50
 
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1, max_size=60), st.integers(1, 20))
@@ -261,7 +261,7 @@ class TestOrder:
             ahead = scheduler.queued_tokens + scheduler.running_tokens
             scheduler.add(make_sequence(length, str(number)))
             # A step in progress is work ahead too: one budget.
-            bound[str(number)] = clock + ahead + (SLOWDOWN + 2) * length + token_budget
+            bound[str(number)] = clock + ahead + (SLOWDOWN["bounded_slowdown"] + 2) * length + token_budget
             for _ in range(steps):
                 step()
         while step():
@@ -357,6 +357,19 @@ class TestPrefixCache:
             known |= set(events.added)
             known -= set(events.evicted)
             assert known == set(cache._page_of)
+        # Evicted and learned again, learned and evicted, between two looks: the last state is told, once.
+        prompt = [next(_unique) for _ in range(12)]
+        self.run_prompt(scheduler, prompt)
+        self.run_prompt(scheduler, [next(_unique) for _ in range(24)])
+        self.run_prompt(scheduler, prompt)
+        events = cache.take_events()
+        assert not set(events.added) & set(events.evicted)
+        for order in (0, 1):
+            told = set(known)
+            for kind in ((events.added, events.evicted), (events.evicted, events.added))[order]:
+                told = told | set(kind) if kind is events.added else told - set(kind)
+            assert told == set(cache.keys())
+        known = set(cache.keys())
         cache.flush()
         assert set(cache.take_events().evicted) == known
         assert len(cache) == 0

@@ -17,7 +17,7 @@ from prefill_service.config import PrefillConfig
 from prefill_service.worker import PrefillWorker
 from protos import inference_pb2, kv_pb2, worker_pb2
 from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
-from worker.inbox import CloseTicket, Inbox, SessionClosed, SessionCommand
+from worker.inbox import CloseTicket, Inbox, SessionClosed, SessionCommand, SessionOpened
 from worker.metrics import WorkerMetrics
 from worker.process import MAX_FAILED_STEPS, WorkerParts
 
@@ -239,3 +239,15 @@ def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
     rig.turn_until(lambda: rig.sessions.of("transfer_finished", 2))
     rig.turn_until(lambda: [n for n in rig.owner_heard() if n.request_id == "mine" and n.closed])
     assert rig.sessions.of("request_failed", 2) == []
+
+
+def test_a_router_that_comes_later_is_told_how_things_stand(rig):
+    rig.submit("r", list(range(1, 18)))
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    learned = [key for event in rig.sessions.of("cache") for key in event.added]
+    before = len(rig.sessions.of("load"))
+    rig.inbox.put(SessionOpened(2))
+    rig.turn()
+    assert [list(event.added) for event in rig.sessions.of("cache", 2)] == [learned]
+    assert len(learned) == 4
+    assert len(rig.sessions.of("load")) == before + 1

@@ -350,7 +350,7 @@ async def test_priority_then_arrival_decide_the_order():
 
 async def test_short_prompts_overtake_long_ones_with_bounded_slowdown_but_not_for_ever():
     rig = Rig()
-    rig.prefill[0].info.limits.policy = "bounded_slowdown"
+    rig.prefill[0].info.limits.slowdown = 4
     long = rig.submit(num_tokens=1000)
     short = rig.submit(num_tokens=10)
     assert (long.state, short.state) == (RequestState.RESERVING, RequestState.RESERVING)

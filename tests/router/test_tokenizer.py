@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
+from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer, _eos_token_ids
 from rpc.errors import InvalidArgument
 
 
@@ -85,6 +85,15 @@ def test_a_chat_is_rendered_by_the_template_without_a_second_bos(real):
 def test_a_role_the_template_refuses_is_the_clients_error(by_byte):
     with pytest.raises(InvalidArgument, match="unknown role robot"):
         by_byte.encode_chat([("robot", "hi")])
+
+
+def test_eos_ids_are_those_of_the_generation_config_else_of_the_config(real, by_byte, tmp_path):
+    assert (real.eos_token_ids, by_byte.eos_token_ids) == ((2,), (1,))
+    assert _eos_token_ids(tmp_path) == ()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
+    assert _eos_token_ids(tmp_path) == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert _eos_token_ids(tmp_path) == (7, 8)
 
 
 def stream(stops, pieces, include_stop=False):
