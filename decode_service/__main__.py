@@ -23,7 +23,7 @@ def serve(config: DecodeConfig) -> int:
 
     def build_loop(parts: WorkerParts) -> DecodeWorker:
         closer = TicketCloser(parts.loop, parts.inbox)
-        return DecodeWorker(parts, parts.runner, closer, config.max_num_sequences, parts.vocab_size)
+        return DecodeWorker(parts, parts.runner, closer, config)
 
     return run_worker(config, worker_pb2.TIER_DECODE, worker_pb2.WorkerLimits(), build_loop, [])
 

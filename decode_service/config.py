@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from decode_service.scheduler import Admission
 from worker.config import WorkerConfig
 
 
 @dataclass(frozen=True)
 class DecodeConfig(WorkerConfig):
     """A decode worker: receives the pages of prompts and generates tokens, all sequences together."""
+
+    admission: Admission = "learned"
+    """Room kept for answers to grow: learned from how long answers get (one that finds no page is handed back and
+    resumed later), or full: the longest answer of each request, so that none is ever handed back."""
+    prefix_cache: bool = True
+    """Keep pages of ended sequences, so that requests that begin alike need not be sent them."""

@@ -1,99 +1,218 @@
-"""Which sequences a decode step advances. Pure: no clock, socket, thread or tensor.
+"""Which sequences a decode step advances, and whom to let in. Pure: no clock, socket, thread or tensor.
 
 reserved ── every page arrived ──> running ── EOS, a stop or a limit ──> released
+                                      └────── pages ran out ───────────> preempted: handed back to the router
 
-Admission promises every page that a sequence may ever need, prompt and longest answer, so that none runs out of
-memory half-way. Prompt pages are taken at once, since they are written from outside; the rest when it is reached.
+A sequence is admitted if it fits together with the growth of all others. With ``admission="learned"`` growth is a
+forecast from answers that ended. What counts is the peak: at the end of each sequence, those that end later have
+grown until then, those that ended before have given their pages back (as in Gong et al., "Past-Future Scheduler",
+ASPLOS 2025). Where the forecast was too low, the youngest sequence outside the step is handed back.
+With ``admission="full"`` every admitted sequence is promised its longest answer, and none is ever handed back.
+
+Prompt pages are taken at once, since they are written from outside; the rest when they are reached.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from decode_service.growth import AnswerLengths
 from engine.page_pool import PagePool
+from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
 Shortage = Literal["pages", "sequences"]
+Admission = Literal["learned", "full"]
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What the next step computes: one token per running sequence."""
+    """What the next step computes, and who has to go for it."""
 
     batch: tuple[ScheduledSequence, ...]
+    """One token per sequence."""
+    preempted: tuple[Sequence, ...] = ()
+    """Their pages were needed: to be handed back to the router."""
+    exhausted: tuple[Sequence, ...] = ()
+    """Can't grow even alone in the pool."""
+
+
+@dataclass(eq=False)
+class _Admitted:
+    sequence: Sequence
+    max_tokens: int
+    was_preempted: bool
+    arrival: int
+    num_matched_pages: int
+    """Pages found in the cache; others may hold them too."""
+    is_running: bool = False
+
+    @property
+    def seniority(self) -> tuple[bool, int]:
+        """Smaller is handed back later: who was handed back before is not the next victim."""
+        return (not self.was_preempted, self.arrival)
 
 
 class DecodeScheduler:
     """Admits sequences by pages and runs all of them in every step."""
 
-    def __init__(self, pool: PagePool, page_size: int, max_num_sequences: int) -> None:
-        self._pool, self._page_size, self._max_num_sequences = pool, page_size, max_num_sequences
-        self._promised: dict[str, int] = {}  # sequence id -> pages still to be taken
-        self._running: dict[str, Sequence] = {}
+    def __init__(
+        self,
+        pool: PagePool,
+        cache: PrefixCache,
+        page_size: int,
+        max_num_sequences: int,
+        admission: Admission = "learned",
+    ) -> None:
+        self._pool, self._cache, self._page_size = pool, cache, page_size
+        self._max_num_sequences, self._admission = max_num_sequences, admission
+        self._admitted: dict[str, _Admitted] = {}
+        self._arrivals = itertools.count()
+        self.lengths = AnswerLengths()
 
     @property
     def num_sequences(self) -> int:
         """Sequences reserved or running."""
-        return len(self._promised)
+        return len(self._admitted)
 
     @property
     def num_running(self) -> int:
         """Sequences that get a token in each step."""
-        return len(self._running)
+        return sum(admitted.is_running for admitted in self._admitted.values())
 
     @property
-    def promised_pages(self) -> int:
-        """Pages that admitted sequences may still take."""
-        return sum(self._promised.values())
+    def expected_growth_pages(self) -> int:
+        """Pages that admitted sequences are expected to take until they end."""
+        return sum(self._growth_pages(a, self._final_num_tokens(a)) for a in self._admitted.values())
 
-    def pages_needed(self, max_num_tokens: int) -> int:
-        """Pages of a sequence of at most `max_num_tokens` tokens; the last token's KV is never computed."""
-        return num_pages_for(max_num_tokens - 1, self._page_size)
+    def pages_needed(self, num_tokens: int) -> int:
+        """Pages of a whole sequence of `num_tokens` tokens; the last token's KV is never computed."""
+        return num_pages_for(num_tokens - 1, self._page_size)
 
-    def can_ever_fit(self, max_num_tokens: int) -> bool:
+    def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether such a sequence fits an empty pool."""
-        return self.pages_needed(max_num_tokens) <= self._pool.num_pages
+        return self.pages_needed(num_tokens) <= self._pool.num_pages
 
-    def reserve(self, sequence: Sequence, max_num_tokens: int) -> Shortage | None:
-        """Takes pages for the tokens known and promises the rest. Returns what was short, or None."""
-        if len(self._promised) >= self._max_num_sequences:
+    def reserve(self, sequence: Sequence, max_tokens: int, was_preempted: bool = False) -> Shortage | None:
+        """Takes pages for the tokens known, those of a known beginning from the cache. Returns what was short, or None.
+
+        max_tokens: of output. On success `page_table` is filled and `num_cached_tokens` says how much is there already.
+        """
+        if len(self._admitted) >= self._max_num_sequences:
             return "sequences"
-        now = num_pages_for(sequence.num_tokens, self._page_size)
-        in_all = max(now, self.pages_needed(max_num_tokens))
-        if self.promised_pages + in_all > self._pool.num_free:
+        matched = self._cache.match(sequence, sequence.num_tokens)
+        # First locked, then counted: locking turns pages that were to be had into held ones.
+        self._pool.hold(matched)
+        missing = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
+        sequence.page_table = matched
+        new = _Admitted(sequence, max_tokens, was_preempted, next(self._arrivals), len(matched))
+        page_ids = self._pool.allocate(missing) if self._fits(new, missing) else None
+        if page_ids is None:
+            self._pool.release(reversed(matched))
+            sequence.page_table = []
             return "pages"
-        page_table = self._pool.allocate(now)
-        assert page_table is not None  # just checked
-        sequence.page_table = page_table
-        self._promised[sequence.sequence_id] = in_all - now
+        sequence.page_table = matched + page_ids
+        sequence.num_published_pages = len(matched)
+        sequence.num_cached_tokens = len(matched) * self._page_size
+        self._admitted[sequence.sequence_id] = new
         return None
 
     def start(self, sequence: Sequence) -> None:
-        """The sequence's KV is here; it runs from the next step on."""
-        self._running[sequence.sequence_id] = sequence
+        """The sequence's KV is here; it runs from the next step on, and its pages can be shared."""
+        self._admitted[sequence.sequence_id].is_running = True
+        self._cache.publish(sequence)
 
     def schedule(self) -> DecodeStep | None:
-        """Plans the next step, or None if nothing runs. Takes pages where a token begins a new one."""
-        if not self._running:
-            return None
-        for sequence in self._running.values():
-            missing = num_pages_for(sequence.num_tokens, self._page_size) - len(sequence.page_table)
-            if missing > 0:
-                page_ids = self._pool.allocate(missing)
-                assert page_ids is not None  # promised at admission
-                self._promised[sequence.sequence_id] -= missing
-                sequence.page_table += page_ids
-        return DecodeStep(tuple(ScheduledSequence(sequence, 1) for sequence in self._running.values()))
+        """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one."""
+        running = sorted((a for a in self._admitted.values() if a.is_running), key=lambda a: a.seniority)
+        batch: list[ScheduledSequence] = []
+        preempted: list[Sequence] = []
+        exhausted: list[Sequence] = []
+        while running:
+            first = running.pop(0)
+            while not self._grow(first.sequence) and running:
+                preempted.append(self._preempt(running.pop()))
+            if self._has_room(first.sequence):
+                batch.append(ScheduledSequence(first.sequence, 1))
+            elif batch:
+                preempted.append(self._preempt(first))
+            elif self._owns_pool_alone(first):
+                exhausted.append(first.sequence)
+            # Else it waits: those that are still being filled, or a writer that lets go, bring pages.
+        return DecodeStep(tuple(batch), tuple(preempted), tuple(exhausted)) if batch or preempted or exhausted else None
 
     def update(self, step: DecodeStep) -> None:
         """Takes note that a step was computed."""
         for entry in step.batch:
             entry.sequence.num_computed_tokens += entry.num_new_tokens
 
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ended in its own time: its length is worth knowing, its pages stay as cache."""
+        admitted = self._admitted.get(sequence.sequence_id)
+        if admitted is not None and admitted.is_running:
+            self.lengths.learn(sequence.num_output_tokens, admitted.max_tokens)
+            self._cache.publish(sequence)
+        self.release(sequence)
+
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence and lets go of its pages; those a writer may still touch are quarantined."""
-        self._running.pop(sequence.sequence_id, None)
-        if self._promised.pop(sequence.sequence_id, None) is not None:
-            self._pool.release(sequence.page_table)
+        if self._admitted.pop(sequence.sequence_id, None) is not None:
+            # From the end: a page is of no use to the cache without the pages before it.
+            self._pool.release(reversed(sequence.page_table))
             sequence.page_table = []
+
+    def _fits(self, new: _Admitted, missing: int) -> bool:
+        """Whether `missing` pages can be taken now, and those that all will need later."""
+        everyone = [*self._admitted.values(), new]
+        if self._admission == "full":
+            needed = sum(self._growth_pages(a, a.sequence.num_prompt_tokens + a.max_tokens) for a in everyone)
+        else:
+            needed = self._peak_growth_pages(everyone)
+        return max(missing, needed) <= self._pool.num_available
+
+    def _peak_growth_pages(self, everyone: Iterable[_Admitted]) -> int:
+        """Most pages that will be taken on top of those taken now, if every forecast is right."""
+        by_end = sorted(((self._final_num_tokens(a) - a.sequence.num_tokens, a) for a in everyone), key=lambda e: e[0])
+        peak = freed = 0
+        for place, (steps, ending) in enumerate(by_end):
+            taken = sum(self._growth_pages(a, a.sequence.num_tokens + steps) for _, a in by_end[place:])
+            peak = max(peak, taken - freed)
+            freed += len(ending.sequence.page_table) - ending.num_matched_pages
+        return peak
+
+    def _final_num_tokens(self, admitted: _Admitted) -> int:
+        sequence = admitted.sequence
+        if self._admission == "full":
+            return sequence.num_prompt_tokens + admitted.max_tokens
+        return sequence.num_prompt_tokens + self.lengths.forecast(sequence.num_output_tokens, admitted.max_tokens)
+
+    def _growth_pages(self, admitted: _Admitted, num_tokens: int) -> int:
+        """Pages to take until a sequence has `num_tokens` tokens, or those it has now."""
+        now = num_pages_for(admitted.sequence.num_tokens, self._page_size)
+        return max(now, self.pages_needed(num_tokens)) - len(admitted.sequence.page_table)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        return len(sequence.page_table) * self._page_size >= sequence.num_tokens
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Takes a page if the next token begins one. False: none is to be had."""
+        if self._has_room(sequence):
+            return True
+        page_ids = self._pool.allocate(1)
+        if page_ids is None:
+            return False
+        sequence.page_table += page_ids
+        return True
+
+    def _preempt(self, victim: _Admitted) -> Sequence:
+        """Takes a running sequence's pages. They stay as cache while nobody needs them, for when it comes back."""
+        self.lengths.ran_out()
+        self._cache.publish(victim.sequence)
+        self.release(victim.sequence)
+        return victim.sequence
+
+    def _owns_pool_alone(self, admitted: _Admitted) -> bool:
+        return len(self._admitted) == 1 and len(admitted.sequence.page_table) == self._pool.num_pages

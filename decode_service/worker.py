@@ -5,7 +5,10 @@ The life of a request here:
 1. *reserved*   ReserveCommand came, pages are set aside and open to one writer, the router has the ticket.
 2. *receiving*  notifications account for pages; the last brings the first token.
 3. *running*    every page is here; one token per step. No prompt token is ever computed here.
-4. *released*   it ended. Pages that the writer may still touch are quarantined until it let go for sure.
+4. *released*   it ended. Pages that the writer may still touch are quarantined until it let go for sure; the others
+                stay as cache, and a request that begins alike gets no pages sent that are here already.
+
+A running request may be handed back instead (*preempted*): its pages were needed by older ones.
 """
 
 from __future__ import annotations
@@ -18,17 +21,19 @@ from dataclasses import dataclass, field
 import grpc
 from google.protobuf.message import DecodeError
 
+from decode_service.config import DecodeConfig
 from decode_service.scheduler import DecodeScheduler, DecodeStep
 from decode_service.ticket_closer import TicketCloser, Writer
 from engine.model_runner import StepLogits, StepRunner
-from engine.sampler import sample
+from engine.prefix_cache import PrefixCache
+from engine.sampler import Choice, sample
 from engine.sequence import Sequence
 from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from protos import kv_pb2, worker_pb2
 from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop, WriterGone
 from worker.process import MAX_FAILED_STEPS, WorkerParts
-from worker.request import StopRule, check_token_ids, sampling_params
+from worker.request import StopRule, check_command, logprobs_message, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
@@ -43,6 +48,7 @@ class _Request:
     ticket: IncomingTicket
     writer: Writer
     stop: StopRule
+    was_preempted: bool
     stamps: Stamps = field(default_factory=Stamps)
     num_computed_prompt_tokens: int = 0
 
@@ -50,11 +56,13 @@ class _Request:
 class DecodeWorker:
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
-    def __init__(
-        self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, max_num_sequences: int, vocab_size: int
-    ) -> None:
-        self._parts, self._runner, self._closer, self._vocab_size = parts, runner, closer, vocab_size
-        self._scheduler = DecodeScheduler(parts.pool, parts.page_size, max_num_sequences)
+    def __init__(self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, config: DecodeConfig) -> None:
+        self._parts, self._runner, self._closer, self._vocab_size = parts, runner, closer, parts.vocab_size
+        self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._scheduler = DecodeScheduler(
+            parts.pool, self._cache, parts.page_size, config.max_num_sequences, config.admission
+        )
+        self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[TicketKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
         self._quarantined: dict[TicketKey, IncomingTicket] = {}
@@ -67,11 +75,26 @@ class DecodeWorker:
         while self._receive(wait=step is None):
             step = self._scheduler.schedule()
             if step is not None:
+                self._let_go(step)
                 self._run_and_deliver(step)
             self._report_load()
             self._parts.sessions.flush()
 
+    def _let_go(self, step: DecodeStep) -> None:
+        """Those that this step has no pages for."""
+        for sequence in step.preempted:
+            self._hand_back(self._by_sequence[sequence.sequence_id])
+        for sequence in step.exhausted:
+            message = (
+                f"the answer has {sequence.num_output_tokens} tokens and can't grow: "
+                f"it fills all {self._parts.pool.num_pages} pages of the decode worker"
+            )
+            request = self._by_sequence[sequence.sequence_id]
+            self._fail(request, grpc.StatusCode.RESOURCE_EXHAUSTED, message, retryable=False)
+
     def _run_and_deliver(self, step: DecodeStep) -> None:
+        if not step.batch:
+            return
         started = time.monotonic()
         for entry in step.batch:
             request = self._by_sequence[entry.sequence.sequence_id]
@@ -130,8 +153,12 @@ class DecodeWorker:
             case "abort":
                 found = self._requests.get((request.abort.request_id, request.abort.attempt))
                 if found is not None and found.session_id == session_id:
+                    # Its length is worth knowing: the router may have found a stop string.
+                    self._scheduler.finish(found.sequence)
                     self._release(found)
                     self._parts.metrics.count_end("aborted")
+            case "flush_cache":
+                self._cache.flush()
             case other:
                 log.warning("ignored a command that is not for a decode worker", extra={"command": other})
 
@@ -141,10 +168,11 @@ class DecodeWorker:
             sequence_id=f"{command.request_id}#{command.attempt}",
             token_ids=list(command.token_ids),
             num_prompt_tokens=command.num_prompt_tokens,
-            sampling=sampling_params(command.sampling),
+            sampling=sampling_params(command.sampling, command.stop),
+            cache_salt=command.cache_salt,
         )
         max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
-        refusal = check_token_ids(command.token_ids, command.num_prompt_tokens, self._vocab_size)
+        refusal = check_command(command.token_ids, command.num_prompt_tokens, command.sampling, self._vocab_size)
         if key in self._requests or key in self._quarantined:
             refusal = f"request {command.request_id}, attempt {command.attempt}, is known already"
         elif not self._scheduler.can_ever_fit(max_num_tokens):
@@ -155,16 +183,20 @@ class DecodeWorker:
         if refusal is not None:
             self._send_failure(session_id, key, grpc.StatusCode.INVALID_ARGUMENT, refusal, retryable=False)
             return
-        shortage = self._scheduler.reserve(sequence, max_num_tokens)
+        shortage = self._scheduler.reserve(sequence, command.stop.max_tokens, command.was_preempted)
         if shortage is not None:
             refused = worker_pb2.RefusedEvent(request_id=key[0], attempt=key[1], short_of=shortage)
             self._parts.sessions.add(session_id, worker_pb2.SessionResponse(refused=refused))
             return
-        ticket = IncomingTicket(*key, list(sequence.page_table), command.writer_agent_name)
+        num_cached_pages = sequence.num_cached_tokens // self._parts.page_size
+        self._prompt_tokens += sequence.num_tokens
+        self._hit_tokens += sequence.num_cached_tokens
+        self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
+        ticket = IncomingTicket(*key, sequence.page_table[num_cached_pages:], command.writer_agent_name)
         self._parts.pool.open_to_writer(ticket.page_ids)
         writer = Writer(command.writer_agent_name, command.writer_incarnation_id, command.writer_address)
         self._closer.introduce(writer)
-        request = _Request(session_id, sequence, ticket, writer, StopRule(command.stop))
+        request = _Request(session_id, sequence, ticket, writer, StopRule(command.stop), command.was_preempted)
         self._requests[key] = request
         self._by_sequence[sequence.sequence_id] = request
         request.stamps.reach(worker_pb2.STAGE_RESERVED)
@@ -176,9 +208,11 @@ class DecodeWorker:
                 attempt=key[1],
                 agent_name=self._parts.agent_name,
                 page_ids=ticket.page_ids,
+                first_page_index=num_cached_pages,
                 lease_ms=command.deadline_ms,
             ),
             stamps=request.stamps.take(),
+            num_cached_tokens=sequence.num_cached_tokens,
         )
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(reserved=reserved))
 
@@ -213,8 +247,8 @@ class DecodeWorker:
         assert request.ticket.first_token is not None
         request.stamps.reach(worker_pb2.STAGE_TRANSFER_FINISHED)
         sequence.num_computed_tokens = sequence.num_tokens
-        sequence.token_ids.append(request.ticket.first_token)
         self._scheduler.start(sequence)
+        sequence.token_ids.append(request.ticket.first_token)
 
     # deliver
 
@@ -225,17 +259,17 @@ class DecodeWorker:
         chosen = sample(logits.logits, sequences)
         self._scheduler.update(step)
         outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
-        for sequence, token in zip(sequences, chosen, strict=True):
+        for sequence, choice in zip(sequences, chosen, strict=True):
             request = self._by_sequence[sequence.sequence_id]
-            if token is None:
+            if choice.token_id is None:
                 self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
             else:
-                outputs[request.session_id].append(self._append_token(request, token))
+                outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
         for session_id, of_session in outputs.items():
             event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
             self._parts.sessions.add(session_id, event)
 
-    def _append_token(self, request: _Request, token: int) -> worker_pb2.TokenOutput:
+    def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
         sequence = request.sequence
         sequence.token_ids.append(token)
         self._parts.metrics.output_tokens.inc()
@@ -250,13 +284,29 @@ class DecodeWorker:
             finish_reason=finish_reason,
             stamps=request.stamps.take(),
         )
+        if choice.logprobs is not None:
+            output.logprobs.CopyFrom(logprobs_message([choice.logprobs]))
         if finish_reason:
             output.num_computed_prompt_tokens = request.num_computed_prompt_tokens
+            self._scheduler.finish(sequence)
             self._release(request)
             self._parts.metrics.count_end("finished")
         return output
 
     # ends
+
+    def _hand_back(self, request: _Request) -> None:
+        """Its pages were needed: the router resumes it, ahead of new requests. Its ticket was complete long ago."""
+        sequence, key = request.sequence, request.ticket.key
+        log.info("request handed back", extra={"request_id": key[0], "output_tokens": sequence.num_output_tokens})
+        self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
+        event = worker_pb2.PreemptedEvent(
+            request_id=key[0],
+            attempt=key[1],
+            output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+        )
+        self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(preempted=event))
+        self._release(request)
 
     def _fail(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
         """Ends a request and tells the router why."""
@@ -289,8 +339,10 @@ class DecodeWorker:
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(request_failed=failure))
 
     def _tell_newcomer(self, session_id: int) -> None:
-        """A router connected: it gets the load with the next report."""
+        """A router connected: it gets the load with the next report, and all keys of the cache now."""
         self._last_load = None
+        message = worker_pb2.CacheEvents(added=self._cache.keys())
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()
@@ -299,12 +351,21 @@ class DecodeWorker:
         )
         load = worker_pb2.LoadReport(
             free_pages=counts.free,
+            cached_pages=counts.cached,
             held_pages=counts.held,
-            promised_pages=scheduler.promised_pages,
+            promised_pages=scheduler.expected_growth_pages,
             num_sequences=scheduler.num_sequences,
             quarantined_pages=counts.quarantined,
+            hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
+        self._parts.metrics.expected_growth_pages.set(load.promised_pages)
         if load != self._last_load:
             self._last_load = load
-            for session_id in self._parts.sessions.all_ids():
-                self._parts.sessions.add(session_id, worker_pb2.SessionResponse(load=load))
+            self._broadcast(worker_pb2.SessionResponse(load=load))
+        if events := self._cache.take_events():
+            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
+            self._broadcast(worker_pb2.SessionResponse(cache=message))
+
+    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
+        for session_id in self._parts.sessions.all_ids():
+            self._parts.sessions.add(session_id, event)

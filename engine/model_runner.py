@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,15 @@ from engine.sequence import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogits:
+    """Logits behind all new tokens of a sequence that wants log-probabilities of its prompt."""
+
+    scheduled: ScheduledSequence
+    logits: torch.Tensor
+    """[num_new_tokens, vocab_size] float32."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepLogits:
     """Logits of the sequences whose last known token was computed in a step."""
 
@@ -24,6 +33,7 @@ class StepLogits:
     """The sampled ones, in batch order."""
     logits: torch.Tensor | None
     """[len(scheduled), vocab_size] float32; None if nothing is sampled."""
+    prompts: list[PromptLogits] = field(default_factory=list)
 
 
 class StepRunner(Protocol):
@@ -54,9 +64,14 @@ class ModelRunner:
         positions: list[int] = []
         sampled: list[ScheduledSequence] = []
         sampled_rows: list[int] = []
+        prompts: list[ScheduledSequence] = []
+        prompt_rows: list[int] = []
         for entry in batch:
             start = entry.sequence.num_computed_tokens
             end = start + entry.num_new_tokens
+            if entry.sequence.sampling.prompt_logprobs and start < entry.sequence.num_prompt_tokens:
+                prompts.append(entry)
+                prompt_rows += range(len(token_ids), len(token_ids) + entry.num_new_tokens)
             token_ids += entry.sequence.token_ids[start:end]
             positions += range(start, end)
             if entry.is_sampled:
@@ -68,14 +83,18 @@ class ModelRunner:
             "use_cache": False,
             PLAN_KEYWORD: self.backend.plan(batch),
         }
-        if not sampled:
+        logits: torch.Tensor | None = None
+        of_prompts: list[PromptLogits] = []
+        if sampled_rows or prompt_rows:
+            rows = torch.tensor(sampled_rows + prompt_rows, device=self._device)
+            all_logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
+            logits = all_logits[: len(sampled)] if sampled else None
+            pieces = all_logits[len(sampled) :].split([entry.num_new_tokens for entry in prompts]) if prompts else ()
+            of_prompts = [PromptLogits(entry, piece) for entry, piece in zip(prompts, pieces, strict=True)]
+        else:
             # A middle chunk: the body only, the LM head never runs.
             self._model.base_model(**inputs)
-            logits = None
-        else:
-            rows = torch.tensor(sampled_rows, device=self._device)
-            logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
         if self._device.type == "cuda":
             # Whoever sends these pages must not read them before they are written.
             torch.cuda.synchronize(self._device)
-        return StepLogits(sampled, logits)
+        return StepLogits(sampled, logits, of_prompts)

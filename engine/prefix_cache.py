@@ -2,8 +2,8 @@
 
 A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids; the first parent is made of the salt.
 So equal keys mean equal tokens from the beginning of the sequence on, in every process, whatever its hash seed.
-Only full pages that are wholly computed are shared, and the last token of a prompt is always computed again,
-since its logits are needed.
+Only full pages that are wholly computed are shared. Whoever needs logits must not match the last token, which has to
+be computed for them.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._page_of)
 
-    def match(self, sequence: Sequence) -> list[int]:
-        """Pages that hold the beginning of a sequence, all but its last token at most. Nothing is locked."""
+    def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
+        """Pages that hold the beginning of a sequence, its first `num_tokens` tokens at most. Nothing is locked."""
         if not self._enabled:
             return []
-        most = (sequence.num_tokens - 1) // self._page_size
+        most = num_tokens // self._page_size
         found: list[int] = []
         for key in hash_full_pages(sequence, self._page_size)[:most]:
             page = self._page_of.get(key)

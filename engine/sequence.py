@@ -5,12 +5,28 @@ The counters are the truth. Everything else is derived from them, so nothing can
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
+
+from engine.token_history import TokenHistory
+
+
+@dataclass(frozen=True)
+class LogitBias:
+    """What is added to the logits of some tokens; no token is named twice."""
+
+    token_ids: array[int]
+    """Type code "i"."""
+    biases: array[float]
+    """Type code "f", one per token."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token of a sequence is chosen. Values are checked before they get here."""
+    """How the next token of a sequence is chosen. Values are checked before they get here.
+
+    Applied in this order: penalties, bias, min_tokens, temperature, top_k, top_p, min_p.
+    """
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -18,15 +34,41 @@ class SamplingParams:
     """1 is off."""
     top_k: int = 0
     """0 is off."""
+    min_p: float = 0.0
+    """0 is off."""
+    repetition_penalty: float = 1.0
+    """1 is off. Once per distinct token of prompt and output (Keskar et al. 2019, arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """0 is off. Once per distinct token of the output."""
+    frequency_penalty: float = 0.0
+    """0 is off. Per occurrence in the output."""
+    logit_bias: LogitBias | None = None
+    min_tokens: int = 0
+    """`ending_token_ids` can't be chosen before this many output tokens."""
+    ending_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Unsigned 64-bit."""
     choice_index: int = 0
     """Which of a request's several answers this is."""
+    num_logprobs: int | None = None
+    """Alternatives per position to give log-probabilities of; None: no log-probabilities at all."""
+    prompt_logprobs: bool = False
+    """Log-probabilities of the prompt too: every prompt token is computed, and logits of all of them are wanted."""
 
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest token is taken, without chance."""
         return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens seen before count."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether unlikely tokens are left out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 MIN_TEMPERATURE = 1e-5
@@ -54,6 +96,8 @@ class Sequence:
     """Hashes of the full pages so far; the prefix cache's."""
     num_published_pages: int = 0
     """Pages the prefix cache was told about."""
+    history: TokenHistory | None = None
+    """The sampler's, if there are penalties."""
 
     @property
     def num_tokens(self) -> int:

@@ -78,6 +78,7 @@ class OutgoingTicket:
         self.page_ids = tuple(ticket.page_ids)
         self.first_page_index = ticket.first_page_index
         self.num_posted = 0
+        self.is_first_token_posted = False
         self.num_open_writes = 0
         self.is_stopped = False
         self.has_failed_write = False
@@ -86,7 +87,7 @@ class OutgoingTicket:
     @property
     def is_terminal(self) -> bool:
         """Nothing is open, and nothing more will be started."""
-        return self.num_open_writes == 0 and (self.is_stopped or self.num_posted == len(self.page_ids))
+        return self.num_open_writes == 0 and (self.is_stopped or self.is_first_token_posted)
 
     def next_write(self, num_finished_pages: int, first_token: int | None = None) -> TicketWrite | None:
         """What to send now that the first `num_finished_pages` pages of the prompt are final.
@@ -104,6 +105,7 @@ class OutgoingTicket:
         )
         if first_token is not None:
             message.first_token.token_id = first_token
+            self.is_first_token_posted = True
         self.num_posted = end
         self.num_open_writes += 1
         return TicketWrite(first, count, message.SerializeToString())

@@ -48,8 +48,22 @@ class GenerateCommand:
     """Keep the smallest set of tokens whose probability reaches this."""
     top_k: int | None = None
     """Keep the k likeliest tokens."""
+    min_p: float | None = None
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    repetition_penalty: float | None = None
+    """Above 1 makes tokens that prompt or answer have less likely."""
+    presence_penalty: float | None = None
+    """Above 0 makes tokens that the answer has less likely."""
+    frequency_penalty: float | None = None
+    """Above 0 makes tokens less likely with each time the answer has them."""
     seed: int | None = None
     """Same seed, same answer."""
+    n: int = 1
+    """Number of answers; printed one after the other."""
+    num_logprobs: int | None = None
+    """With --json: log-probabilities of the tokens, and of so many likeliest ones."""
+    min_tokens: int | None = None
+    """Tokens before the answer may end."""
     stop: tuple[str, ...] = ()
     """End when the text contains one of these."""
     timeout: float | None = None
@@ -232,22 +246,35 @@ def _generate(command: GenerateCommand) -> int:
                 temperature=command.temperature,
                 top_p=command.top_p,
                 top_k=command.top_k,
+                min_p=command.min_p,
+                repetition_penalty=command.repetition_penalty,
+                presence_penalty=command.presence_penalty,
+                frequency_penalty=command.frequency_penalty,
                 seed=command.seed,
+                n=command.n,
+                num_logprobs=command.num_logprobs,
+                min_tokens=command.min_tokens,
                 stop=command.stop,
                 return_token_ids=command.json,
             )
-            if not command.json:
+            if not command.json and command.n == 1:
                 for piece in stream:
                     print(piece.text, end="", flush=True)
                 print()
-            result = stream.result()
+            results = stream.results()
     except (KvferryError, ValueError) as error:
         # ValueError: a number that the wire has no room for, such as a negative seed.
         return _failed(error, command.address)
     except KeyboardInterrupt:
         return 130
     if command.json:
-        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2))
+        answers = [dataclasses.asdict(result) for result in results]
+        shown = answers[0] if command.n == 1 else answers
+        # A token's bytes need not be characters; JSON has only those.
+        print(json.dumps(shown, ensure_ascii=False, indent=2, default=lambda raw: raw.decode("utf-8", "replace")))
+    elif command.n > 1:
+        for result in results:
+            print(f"[{result.index}] {result.text}")
     return 0
 
 

@@ -9,7 +9,7 @@ with Client("127.0.0.1:50051") as client:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -42,11 +42,34 @@ class KvferryError(Exception):
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """The probability of a token, as the model sees it: before temperature, penalties, bias and filters."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm; at least -10000."""
+    token_bytes: bytes
+    """Need not be whole characters."""
+
+
+@dataclass(frozen=True)
+class PositionLogprobs:
+    """Log-probabilities at one position."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+    """The likeliest tokens, best first."""
+
+
+@dataclass(frozen=True)
 class Piece:
     """New text of an answer, as it comes."""
 
     text: str
     token_ids: tuple[int, ...]
+    index: int = 0
+    """Which of the n answers."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,6 +92,8 @@ class KvTransfer:
     """Of the bytes, those already written when the last chunk finished computing."""
     num_chunks: int
     decode_computed_prompt_tokens: int
+    decode_cached_tokens: int
+    """Prompt tokens whose pages the decode worker had already."""
 
 
 @dataclass(frozen=True)
@@ -88,29 +113,49 @@ class Result:
     """Stage to milliseconds after the router got the request."""
     kv_transfer: KvTransfer
     seed: int
+    index: int = 0
+    """Which of the n answers."""
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    """One per token, if asked for with num_logprobs."""
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    """One per prompt token after the first, if asked for with echo_prompt_logprobs."""
 
 
 @dataclass
-class _Collector:
-    """Joins pieces to a result."""
+class _Answer:
+    """What came of one answer."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
     result: Result | None = None
 
-    def add(self, response: inference_pb2.GenerateResponse) -> Piece:
-        self.text.append(response.text)
-        self.token_ids += response.token_ids
-        if response.finish_reason:
-            self.result = self._finish(response)
-        return Piece(response.text, tuple(response.token_ids))
 
-    def _finish(self, last: inference_pb2.GenerateResponse) -> Result:
+class _Collector:
+    """Joins pieces to results."""
+
+    def __init__(self, num_answers: int) -> None:
+        self._answers = [_Answer() for _ in range(max(num_answers, 1))]
+
+    def add(self, response: inference_pb2.GenerateResponse) -> Piece:
+        answer = self._answers[response.index]
+        logprobs = _read_logprobs(response.logprobs)
+        answer.text.append(response.text)
+        answer.token_ids += response.token_ids
+        answer.logprobs += logprobs
+        if response.prompt_logprobs:
+            answer.prompt_logprobs = _read_logprobs(response.prompt_logprobs)
+        if response.finish_reason:
+            answer.result = self._finish(answer, response)
+        return Piece(response.text, tuple(response.token_ids), response.index, logprobs)
+
+    def _finish(self, answer: _Answer, last: inference_pb2.GenerateResponse) -> Result:
         moved = last.kv_transfer
         return Result(
             request_id=last.request_id,
-            text="".join(self.text),
-            token_ids=tuple(self.token_ids),
+            text="".join(answer.text),
+            token_ids=tuple(answer.token_ids),
             finish_reason=inference_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower(),
             stop_reason=last.stop_reason,
             usage=Usage(last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens),
@@ -118,34 +163,39 @@ class _Collector:
                 name.name.removesuffix("_ms"): getattr(last.timings, name.name)
                 for name in last.timings.DESCRIPTOR.fields
             },
-            kv_transfer=KvTransfer(
-                moved.bytes,
-                moved.transport,
-                moved.gb_per_s,
-                moved.bytes_while_computing,
-                moved.num_chunks,
-                moved.decode_computed_prompt_tokens,
-            ),
+            kv_transfer=KvTransfer(**{name.name: getattr(moved, name.name) for name in moved.DESCRIPTOR.fields}),
             seed=last.seed,
+            index=last.index,
+            logprobs=tuple(answer.logprobs),
+            prompt_logprobs=answer.prompt_logprobs,
         )
 
-    def take_result(self) -> Result:
-        if self.result is None:
+    def take_results(self) -> list[Result]:
+        results = [answer.result for answer in self._answers]
+        found = [result for result in results if result is not None]
+        if len(found) < len(results):
             raise KvferryError(grpc.StatusCode.INTERNAL, "the stream ended before the answer did")
-        return self.result
+        return found
+
+
+def _read_logprobs(positions: Iterable[inference_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:
+    def read(entry: inference_pb2.TokenLogprob) -> TokenLogprob:
+        return TokenLogprob(entry.token_id, entry.logprob, entry.token_bytes)
+
+    return tuple(PositionLogprobs(read(p.chosen), tuple(map(read, p.top))) for p in positions)
 
 
 class GenerationStream:
-    """Iterates over pieces of an answer."""
+    """Iterates over pieces of an answer, or of several."""
 
-    def __init__(self, call: Any) -> None:
-        self._call, self._collector = call, _Collector()
+    def __init__(self, call: Any, num_answers: int = 1) -> None:
+        self._call, self._collector = call, _Collector(num_answers)
 
     def __iter__(self) -> Iterator[Piece]:
         try:
             for response in self._call:
                 piece = self._collector.add(response)
-                if piece.text or piece.token_ids:
+                if piece.text or piece.token_ids or piece.logprobs:
                     yield piece
         except grpc.RpcError as error:
             raise to_error(error) from None
@@ -155,23 +205,27 @@ class GenerationStream:
         self._call.cancel()
 
     def result(self) -> Result:
-        """The whole answer; reads the rest of the stream first."""
+        """The whole answer, the first if there are several; reads the rest of the stream before."""
+        return self.results()[0]
+
+    def results(self) -> list[Result]:
+        """All n answers; reads the rest of the stream before."""
         for _ in self:
             pass
-        return self._collector.take_result()
+        return self._collector.take_results()
 
 
 class AsyncGenerationStream:
-    """Iterates over pieces of an answer."""
+    """Iterates over pieces of an answer, or of several."""
 
-    def __init__(self, call: Any) -> None:
-        self._call, self._collector = call, _Collector()
+    def __init__(self, call: Any, num_answers: int = 1) -> None:
+        self._call, self._collector = call, _Collector(num_answers)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
             async for response in self._call:
                 piece = self._collector.add(response)
-                if piece.text or piece.token_ids:
+                if piece.text or piece.token_ids or piece.logprobs:
                     yield piece
         except grpc.RpcError as error:
             raise to_error(error) from None
@@ -181,10 +235,14 @@ class AsyncGenerationStream:
         self._call.cancel()
 
     async def result(self) -> Result:
-        """The whole answer; reads the rest of the stream first."""
+        """The whole answer, the first if there are several; reads the rest of the stream before."""
+        return (await self.results())[0]
+
+    async def results(self) -> list[Result]:
+        """All n answers; reads the rest of the stream before."""
         async for _ in self:
             pass
-        return self._collector.take_result()
+        return self._collector.take_results()
 
 
 def to_error(error: grpc.RpcError) -> KvferryError:
@@ -217,13 +275,23 @@ def make_request(
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int | None = None,
+    n: int = 1,
     max_tokens: int | None = None,
+    min_tokens: int | None = None,
     stop: Seq[str] = (),
     stop_token_ids: Seq[int] = (),
     ignore_eos: bool = False,
     include_stop: bool = False,
+    include_special_tokens: bool = False,
     return_token_ids: bool = False,
+    num_logprobs: int | None = None,
+    echo_prompt_logprobs: bool = False,
     cache_salt: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
@@ -232,16 +300,26 @@ def make_request(
         model=model,
         request_id=request_id,
         return_token_ids=return_token_ids,
+        num_logprobs=num_logprobs,
+        echo_prompt_logprobs=echo_prompt_logprobs,
+        include_special_tokens=include_special_tokens,
         cache_salt=cache_salt,
         priority=priority,
+        sampling=inference_pb2.SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias or {},
+            seed=seed,
+            n=n,
+        ),
+        stop=inference_pb2.StopConditions(max_tokens=max_tokens, min_tokens=min_tokens),
     )
     _set_prompt(request, prompt)
-    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    for name, value in sampling.items():
-        if value is not None:
-            setattr(request.sampling, name, value)
-    if max_tokens is not None:
-        request.stop.max_tokens = max_tokens
     request.stop.stop.extend(stop)
     request.stop.stop_token_ids.extend(stop_token_ids)
     request.stop.ignore_eos, request.stop.include_stop = ignore_eos, include_stop
@@ -288,7 +366,9 @@ class Client:
         timeout: seconds for queue, prefill, transfer and decode together; None: no deadline.
         Iterating raises KvferryError.
         """
-        return GenerationStream(self._stub.Generate(make_request(prompt, **options), timeout=timeout))
+        return GenerationStream(
+            self._stub.Generate(make_request(prompt, **options), timeout=timeout), options.get("n", 1)
+        )
 
     def tokenize(self, prompt: str | Messages) -> list[int]:
         """Token ids of text or a conversation. Raises KvferryError."""
@@ -350,7 +430,9 @@ class AsyncClient:
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> AsyncGenerationStream:
         """See `Client.generate`."""
-        return AsyncGenerationStream(self._stub.Generate(make_request(prompt, **options), timeout=timeout))
+        return AsyncGenerationStream(
+            self._stub.Generate(make_request(prompt, **options), timeout=timeout), options.get("n", 1)
+        )
 
     async def cluster_status(self) -> inference_pb2.GetClusterStatusResponse:
         """See `Client.cluster_status`."""

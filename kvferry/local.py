@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from decode_service.scheduler import Admission
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
 from prefill_service.scheduler import Policy
@@ -61,6 +62,10 @@ class ClusterConfig:
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
     prefix_cache: bool = True
     """Keep pages of computed prompts, and use them for prompts that begin alike."""
+    decode_prefix_cache: bool = True
+    """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
+    admission: Admission = "learned"
+    """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
     max_model_len: int | None = None
     """Longest sequence in tokens. Unset: what the model was trained for."""
     max_num_sequences: int = 64
@@ -179,6 +184,9 @@ class LocalCluster:
         if tier == "prefill":
             arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
+        else:
+            arguments += ["--admission", config.admission]
+            arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
         name = f"{tier}-{index}"
         return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
 

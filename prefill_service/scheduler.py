@@ -35,6 +35,10 @@ SLOWDOWN: dict[Policy, int] = {"fcfs": 0, "bounded_slowdown": 4}
 """How many times its own length a prompt may be kept waiting in favour of shorter ones."""
 
 
+MAX_LOGIT_ROWS = 256
+"""Prompt tokens per step whose logits are computed: [256, 128k vocabulary] in fp32 take 134 MB."""
+
+
 @dataclass(frozen=True)
 class PrefillStep:
     """What the next step computes, and which prompts are too late to be computed."""
@@ -55,6 +59,8 @@ class Budget:
     tokens: int
     reserved_pages: int
     """Pages of the pool that must be left to others."""
+    logit_rows: int = MAX_LOGIT_ROWS
+    """Prompt tokens whose logits may be computed, for log-probabilities of the prompt."""
     batch: list[ScheduledSequence] = field(default_factory=list)
 
 
@@ -206,7 +212,9 @@ class PrefillScheduler:
     def _admit(self, prompt: _Prompt, budget: Budget) -> bool:
         """Match the prefix, fit, lock, fit again; else unlock and say "not now"."""
         sequence = prompt.sequence
-        matched = self._cache.match(sequence)
+        # The last token is always computed: its logits are needed. With prompt_logprobs those of all tokens are.
+        matchable = 0 if sequence.sampling.prompt_logprobs else sequence.num_tokens - 1
+        matched = self._cache.match(sequence, matchable)
         needed = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
         if needed > self._unpromised_pages(budget):
             self.refusals["pages"] += 1
@@ -234,6 +242,8 @@ class PrefillScheduler:
     def _take_chunk(self, sequence: Sequence, budget: Budget) -> None:
         """As many of the sequence's next tokens as both budgets allow; with few pages left the chunk shrinks."""
         tokens = min(sequence.num_uncomputed_tokens, budget.tokens)
+        if sequence.sampling.prompt_logprobs:
+            tokens = min(tokens, budget.logit_rows)
         room = (len(sequence.page_table) + self._pool.num_available - budget.reserved_pages) * self._page_size
         tokens = min(tokens, room - sequence.num_computed_tokens)
         if tokens <= 0:
@@ -245,6 +255,8 @@ class PrefillScheduler:
         sequence.page_table += page_ids
         budget.batch.append(ScheduledSequence(sequence, tokens))
         budget.tokens -= tokens
+        if sequence.sampling.prompt_logprobs:
+            budget.logit_rows -= tokens
 
     def _give_back_youngest(self) -> bool:
         """When half-done prompts hold what the others lack: the last in order starts anew. False if that won't help.

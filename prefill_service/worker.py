@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from engine.model_runner import StepLogits, StepRunner
+from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
-from engine.sampler import sample
+from engine.sampler import Choice, TokenLogprobs, logprobs_at, sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
@@ -34,7 +34,7 @@ from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
 from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
 from worker.process import MAX_FAILED_STEPS, WorkerParts
-from worker.request import StopRule, check_token_ids, sampling_params
+from worker.request import StopRule, check_command, logprobs_message, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class _Request:
     stamps: Stamps = field(default_factory=Stamps)
     lease_end: float | None = None
     num_chunks: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt tokens after the first, so far; if asked for."""
     computed_at: float | None = None
     """When the last chunk was done."""
     bytes_sent: int = 0
@@ -218,7 +220,7 @@ class PrefillWorker:
             sequence_id=f"{command.ticket.agent_name}/{command.request_id}#{command.attempt}",
             token_ids=list(command.token_ids),
             num_prompt_tokens=command.num_prompt_tokens,
-            sampling=sampling_params(command.sampling),
+            sampling=sampling_params(command.sampling, command.stop),
             cache_salt=command.cache_salt,
         )
         request = _Request(session_id, sequence, ticket, StopRule(command.stop))
@@ -242,27 +244,38 @@ class PrefillWorker:
             return f"the ticket has {len(request.ticket.page_ids)} pages, the prompt needs {num_pages}"
         if not self._scheduler.can_ever_fit(request.sequence.num_tokens):
             return f"the prompt needs {num_pages} pages, the prefill worker has {self._parts.pool.num_pages}"
-        return check_token_ids(command.token_ids, command.num_prompt_tokens, self._vocab_size)
+        return check_command(command.token_ids, command.num_prompt_tokens, command.sampling, self._vocab_size)
 
     # deliver
 
     def _deliver(self, step: PrefillStep, logits: StepLogits) -> None:
         """Sends finished pages, and the first tokens of finished prompts."""
-        tokens: dict[str, int | None] = {}
+        choices: dict[str, Choice] = {}
         if logits.logits is not None:
             sampled = [entry.sequence for entry in logits.scheduled]
             chosen = sample(logits.logits, sampled)
-            tokens = {sequence.sequence_id: token for sequence, token in zip(sampled, chosen, strict=True)}
+            choices = {sequence.sequence_id: choice for sequence, choice in zip(sampled, chosen, strict=True)}
+        for prompt in logits.prompts:
+            self._take_prompt_logits(prompt)
         self._scheduler.update(step)
         for entry in step.batch:
             request = self._by_sequence[entry.sequence.sequence_id]
             request.num_chunks += 1
-            if entry.sequence.sequence_id in tokens:
-                self._finish_prompt(request, tokens[entry.sequence.sequence_id])
+            if entry.sequence.sequence_id in choices:
+                self._finish_prompt(request, choices[entry.sequence.sequence_id])
             else:
                 self._send_pages(request, entry.sequence.num_computed_tokens // self._parts.page_size)
 
-    def _finish_prompt(self, request: _Request, token: int | None) -> None:
+    def _take_prompt_logits(self, prompt: PromptLogits) -> None:
+        """The logits behind each prompt token tell the probability of the next."""
+        sequence = prompt.scheduled.sequence
+        start = sequence.num_computed_tokens
+        following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
+        found = logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
+        self._by_sequence[sequence.sequence_id].prompt_logprobs += found
+
+    def _finish_prompt(self, request: _Request, choice: Choice) -> None:
+        token = choice.token_id
         if token is None:
             self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
             return
@@ -283,6 +296,10 @@ class PrefillWorker:
             stamps=request.stamps.take(),
             num_cached_tokens=sequence.num_cached_tokens,
         )
+        if choice.logprobs is not None:
+            output.logprobs.CopyFrom(logprobs_message([choice.logprobs]))
+        if sequence.sampling.prompt_logprobs:
+            output.prompt_logprobs.CopyFrom(logprobs_message(request.prompt_logprobs))
         event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=[output]))
         self._parts.sessions.add(request.session_id, event)
         # The first token is worth a message of its own: the client waits for it.

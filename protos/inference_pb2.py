@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\nkvferry.v1\"\x19\n\x17\x46lushPrefixCacheRequest\"/\n\x18\x46lushPrefixCacheResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\x05\x42\x02\x10\x01\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\xce\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).kvferry.v1.SamplingParams.LogitBiasEntry\x12\t\n\x01n\x18\n \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x07\n\x05_seed\"\xb4\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xef\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12(\n\x04stop\x18\x07 \x01(\x0b\x32\x1a.kvferry.v1.StopConditions\x12\x18\n\x10return_token_ids\x18\x08 \x01(\x08\x12\x14\n\x0cnum_logprobs\x18\t \x01(\r\x12\x1c\n\x14\x65\x63ho_prompt_logprobs\x18\n \x01(\x08\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x42\x08\n\x06prompt\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd0\x01\n\x07Timings\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x13\n\x0breserved_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_started_ms\x18\x03 \x01(\x01\x12\x1b\n\x13prefill_finished_ms\x18\x04 \x01(\x01\x12\x1c\n\x14transfer_finished_ms\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_started_ms\x18\x06 \x01(\x01\x12\x13\n\x0b\x66inished_ms\x18\x07 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x08 \x01(\x01\"\x9a\x01\n\nKvTransfer\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\x12\x1d\n\x15\x62ytes_while_computing\x18\x04 \x01(\x04\x12\x12\n\nnum_chunks\x18\x05 \x01(\r\x12%\n\x1d\x64\x65\x63ode_computed_prompt_tokens\x18\x06 \x01(\r\"\xe1\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12$\n\x07timings\x18\t \x01(\x0b\x32\x13.kvferry.v1.Timings\x12+\n\x0bkv_transfer\x18\n \x01(\x0b\x32\x16.kvferry.v1.KvTransfer\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.kvferry.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\"9\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\x05\x42\x02\x10\x01\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\x8d\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x19\n\reos_token_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\xa8\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x15\n\rqueued_tokens\x18\t \x01(\r\x12\x19\n\x11running_sequences\x18\n \x01(\r\x12\x14\n\x0clast_seen_ms\x18\x0b \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0c \x01(\r\x12\x16\n\x0equeued_seconds\x18\r \x01(\x01\x12\x10\n\x08hit_rate\x18\x0e \x01(\x01\"\x8d\x01\n\x18GetClusterStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x13\n\x0bready_pairs\x18\x04 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa1\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponse\x12]\n\x10GetClusterStatus\x12#.kvferry.v1.GetClusterStatusRequest\x1a$.kvferry.v1.GetClusterStatusResponse2m\n\x0c\x41\x64minService\x12]\n\x10\x46lushPrefixCache\x12#.kvferry.v1.FlushPrefixCacheRequest\x1a$.kvferry.v1.FlushPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\nkvferry.v1\"\x19\n\x17\x46lushPrefixCacheRequest\"/\n\x18\x46lushPrefixCacheResponse\x12\x13\n\x0bnum_workers\x18\x01 \x01(\r\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\x05\x42\x02\x10\x01\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"9\n\x0c\x43hatMessages\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\"\xce\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x07 \x01(\x05H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12=\n\nlogit_bias\x18\t \x03(\x0b\x32).kvferry.v1.SamplingParams.LogitBiasEntry\x12\t\n\x01n\x18\n \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x08\n\x06_top_kB\x07\n\x05_seed\"\xb4\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x03 \x03(\t\x12\x1a\n\x0estop_token_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"\xa5\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12(\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x18.kvferry.v1.ChatMessagesH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12(\n\x04stop\x18\x07 \x01(\x0b\x32\x1a.kvferry.v1.StopConditions\x12\x18\n\x10return_token_ids\x18\x08 \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\t \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x14\x65\x63ho_prompt_logprobs\x18\n \x01(\x08\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x1e\n\x16include_special_tokens\x18\r \x01(\x08\x42\x08\n\x06promptB\x0f\n\r_num_logprobs\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"c\n\x10PositionLogprobs\x12(\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x18.kvferry.v1.TokenLogprob\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd0\x01\n\x07Timings\x12\x11\n\tqueued_ms\x18\x01 \x01(\x01\x12\x13\n\x0breserved_ms\x18\x02 \x01(\x01\x12\x1a\n\x12prefill_started_ms\x18\x03 \x01(\x01\x12\x1b\n\x13prefill_finished_ms\x18\x04 \x01(\x01\x12\x1c\n\x14transfer_finished_ms\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_started_ms\x18\x06 \x01(\x01\x12\x13\n\x0b\x66inished_ms\x18\x07 \x01(\x01\x12\x16\n\x0e\x66irst_token_ms\x18\x08 \x01(\x01\"\xb8\x01\n\nKvTransfer\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x10\n\x08gb_per_s\x18\x03 \x01(\x01\x12\x1d\n\x15\x62ytes_while_computing\x18\x04 \x01(\x04\x12\x12\n\nnum_chunks\x18\x05 \x01(\r\x12%\n\x1d\x64\x65\x63ode_computed_prompt_tokens\x18\x06 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x07 \x01(\r\"\x98\x03\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\ttoken_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12.\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1c.kvferry.v1.PositionLogprobs\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x07 \x01(\t\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12$\n\x07timings\x18\t \x01(\x0b\x32\x13.kvferry.v1.Timings\x12+\n\x0bkv_transfer\x18\n \x01(\x0b\x32\x16.kvferry.v1.KvTransfer\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x35\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x1c.kvferry.v1.PositionLogprobsB\x07\n\x05_seed\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x18.kvferry.v1.ChatMessagesH\x00\x42\x08\n\x06prompt\")\n\x10TokenizeResponse\x12\x15\n\ttoken_ids\x18\x01 \x03(\x05\x42\x02\x10\x01\"Y\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\x05\x42\x02\x10\x01\x12\x1e\n\x16include_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\x8d\x01\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x19\n\reos_token_ids\x18\x04 \x03(\x05\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\"\x19\n\x17GetClusterStatusRequest\"\xa8\x02\n\x0cWorkerStatus\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x16\n\x0eincarnation_id\x18\x02 \x01(\t\x12\x0c\n\x04tier\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x13\n\x0btotal_pages\x18\x07 \x01(\r\x12\x12\n\nfree_pages\x18\x08 \x01(\r\x12\x15\n\rqueued_tokens\x18\t \x01(\r\x12\x19\n\x11running_sequences\x18\n \x01(\r\x12\x14\n\x0clast_seen_ms\x18\x0b \x01(\x01\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x0c \x01(\r\x12\x16\n\x0equeued_seconds\x18\r \x01(\x01\x12\x10\n\x08hit_rate\x18\x0e \x01(\x01\"\x8d\x01\n\x18GetClusterStatusResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvferry.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x13\n\x0bready_pairs\x18\x04 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa1\x03\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x1c.kvferry.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.kvferry.v1.TokenizeRequest\x1a\x1c.kvferry.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.kvferry.v1.DetokenizeRequest\x1a\x1e.kvferry.v1.DetokenizeResponse\x12Q\n\x0cGetModelInfo\x12\x1f.kvferry.v1.GetModelInfoRequest\x1a .kvferry.v1.GetModelInfoResponse\x12]\n\x10GetClusterStatus\x12#.kvferry.v1.GetClusterStatusRequest\x1a$.kvferry.v1.GetClusterStatusResponse2m\n\x0c\x41\x64minService\x12]\n\x10\x46lushPrefixCache\x12#.kvferry.v1.FlushPrefixCacheRequest\x1a$.kvferry.v1.FlushPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,8 +45,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEREQUEST'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_GETMODELINFORESPONSE'].fields_by_name['eos_token_ids']._loaded_options = None
   _globals['_GETMODELINFORESPONSE'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
-  _globals['_FINISHREASON']._serialized_start=3122
-  _globals['_FINISHREASON']._serialized_end=3217
+  _globals['_FINISHREASON']._serialized_start=3293
+  _globals['_FINISHREASON']._serialized_end=3388
   _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=38
   _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=63
   _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=65
@@ -64,39 +64,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPCONDITIONS']._serialized_start=714
   _globals['_STOPCONDITIONS']._serialized_end=894
   _globals['_GENERATEREQUEST']._serialized_start=897
-  _globals['_GENERATEREQUEST']._serialized_end=1264
-  _globals['_TOKENLOGPROB']._serialized_start=1266
-  _globals['_TOKENLOGPROB']._serialized_end=1336
-  _globals['_POSITIONLOGPROBS']._serialized_start=1338
-  _globals['_POSITIONLOGPROBS']._serialized_end=1437
-  _globals['_USAGE']._serialized_start=1439
-  _globals['_USAGE']._serialized_end=1519
-  _globals['_TIMINGS']._serialized_start=1522
-  _globals['_TIMINGS']._serialized_end=1730
-  _globals['_KVTRANSFER']._serialized_start=1733
-  _globals['_KVTRANSFER']._serialized_end=1887
-  _globals['_GENERATERESPONSE']._serialized_start=1890
-  _globals['_GENERATERESPONSE']._serialized_end=2243
-  _globals['_TOKENIZEREQUEST']._serialized_start=2245
-  _globals['_TOKENIZEREQUEST']._serialized_end=2345
-  _globals['_TOKENIZERESPONSE']._serialized_start=2347
-  _globals['_TOKENIZERESPONSE']._serialized_end=2388
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2390
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2447
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2449
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2483
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2485
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2506
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2509
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2650
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2652
-  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2677
-  _globals['_WORKERSTATUS']._serialized_start=2680
-  _globals['_WORKERSTATUS']._serialized_end=2976
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=2979
-  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=3120
-  _globals['_INFERENCESERVICE']._serialized_start=3220
-  _globals['_INFERENCESERVICE']._serialized_end=3637
-  _globals['_ADMINSERVICE']._serialized_start=3639
-  _globals['_ADMINSERVICE']._serialized_end=3748
+  _globals['_GENERATEREQUEST']._serialized_end=1318
+  _globals['_TOKENLOGPROB']._serialized_start=1320
+  _globals['_TOKENLOGPROB']._serialized_end=1390
+  _globals['_POSITIONLOGPROBS']._serialized_start=1392
+  _globals['_POSITIONLOGPROBS']._serialized_end=1491
+  _globals['_USAGE']._serialized_start=1493
+  _globals['_USAGE']._serialized_end=1573
+  _globals['_TIMINGS']._serialized_start=1576
+  _globals['_TIMINGS']._serialized_end=1784
+  _globals['_KVTRANSFER']._serialized_start=1787
+  _globals['_KVTRANSFER']._serialized_end=1971
+  _globals['_GENERATERESPONSE']._serialized_start=1974
+  _globals['_GENERATERESPONSE']._serialized_end=2382
+  _globals['_TOKENIZEREQUEST']._serialized_start=2384
+  _globals['_TOKENIZEREQUEST']._serialized_end=2484
+  _globals['_TOKENIZERESPONSE']._serialized_start=2486
+  _globals['_TOKENIZERESPONSE']._serialized_end=2527
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2529
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2618
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2620
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2654
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2656
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2677
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2680
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2821
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_start=2823
+  _globals['_GETCLUSTERSTATUSREQUEST']._serialized_end=2848
+  _globals['_WORKERSTATUS']._serialized_start=2851
+  _globals['_WORKERSTATUS']._serialized_end=3147
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_start=3150
+  _globals['_GETCLUSTERSTATUSRESPONSE']._serialized_end=3291
+  _globals['_INFERENCESERVICE']._serialized_start=3391
+  _globals['_INFERENCESERVICE']._serialized_end=3808
+  _globals['_ADMINSERVICE']._serialized_start=3810
+  _globals['_ADMINSERVICE']._serialized_end=3919
 # @@protoc_insertion_point(module_scope)

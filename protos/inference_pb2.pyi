@@ -158,7 +158,9 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is chosen."""
+    """How the next token is chosen. In this order: penalties, logit_bias, min_tokens (ending tokens are impossible until
+    then), temperature, top_k, top_p among what is left, min_p.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -199,20 +201,22 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Keeps tokens at least this fraction as likely as the likeliest; in [0, 1], default 0 (off)."""
     repetition_penalty: _builtins.float
-    """Divides positive logits and multiplies negative ones of tokens already seen; default 1 (off)."""
+    """Divides positive logits and multiplies negative ones of tokens that the prompt or the output has, however often;
+    in [0.01, 10], default 1 (off).
+    """
     presence_penalty: _builtins.float
-    """Subtracted once from logits of tokens already in the output; default 0 (off)."""
+    """Subtracted once from logits of tokens already in the output; in [-2, 2], default 0 (off)."""
     frequency_penalty: _builtins.float
-    """Subtracted per occurrence in the output; default 0 (off)."""
+    """Subtracted per occurrence in the output; in [-2, 2], default 0 (off)."""
     top_k: _builtins.int
     """Keeps the k likeliest tokens; 0 or -1 is off, which is the default."""
     seed: _builtins.int
     """The same seed gives the same tokens; drawn by the router if unset."""
     n: _builtins.int
-    """Number of answers; 0 and 1 mean one."""
+    """Number of answers, at most 32; 0 and 1 mean one."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids."""
+        """Added to the logits of these token ids; each in [-100, 100], at most 1024 of them."""
 
     def __init__(
         self,
@@ -282,11 +286,13 @@ class StopConditions(_message.Message):
     max_tokens: _builtins.int
     """Most output tokens; unset: as many as fit the model's limit and the workers' pools."""
     min_tokens: _builtins.int
-    """Fewest output tokens before EOS or a stop may end the answer."""
+    """EOS, stop tokens and stop strings end the answer only behind this many output tokens. A stop string that is
+    complete before that does not count and stays in the text.
+    """
     ignore_eos: _builtins.bool
     """Goes on after an end-of-sequence token."""
     include_stop: _builtins.bool
-    """Leaves the matched stop string in the text."""
+    """Leaves the matched stop string, or the ending token's text, in the text."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ends the answer when its text contains one of these."""
@@ -338,6 +344,7 @@ class GenerateRequest(_message.Message):
     ECHO_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, or made by the router if empty. Unique among running requests."""
     model: _builtins.str
@@ -347,13 +354,19 @@ class GenerateRequest(_message.Message):
     return_token_ids: _builtins.bool
     """Also return token ids."""
     num_logprobs: _builtins.int
-    """Log-probabilities of this many likeliest tokens per position."""
+    """If set: log-probability of each output token, and of this many likeliest ones at its place; at most 20. They are
+    those of the model, before temperature, penalties, bias and filters.
+    """
     echo_prompt_logprobs: _builtins.bool
-    """Also return log-probabilities of the prompt."""
+    """Also return log-probabilities of the prompt's tokens, with num_logprobs alternatives. Such a prompt is computed
+    whole, whatever the prefix cache has.
+    """
     cache_salt: _builtins.str
     """Requests with different salts never share cached pages."""
     priority: _builtins.int
     """Higher goes first."""
+    include_special_tokens: _builtins.bool
+    """Leaves special tokens, such as end-of-turn marks, in the text."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Ready token ids."""
@@ -381,17 +394,23 @@ class GenerateRequest(_message.Message):
         sampling: Global___SamplingParams | None = ...,
         stop: Global___StopConditions | None = ...,
         return_token_ids: _builtins.bool = ...,
-        num_logprobs: _builtins.int = ...,
+        num_logprobs: _builtins.int | None = ...,
         echo_prompt_logprobs: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
         priority: _builtins.int = ...,
+        include_special_tokens: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "chat", b"chat", "num_logprobs", b"num_logprobs", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "echo_prompt_logprobs", b"echo_prompt_logprobs", "model", b"model", "num_logprobs", b"num_logprobs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "cache_salt", b"cache_salt", "chat", b"chat", "echo_prompt_logprobs", b"echo_prompt_logprobs", "include_special_tokens", b"include_special_tokens", "model", b"model", "num_logprobs", b"num_logprobs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_token_ids", b"return_token_ids", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
@@ -408,9 +427,9 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     """The token's id."""
     logprob: _builtins.float
-    """Natural logarithm of its probability."""
+    """Natural logarithm of its probability; at least -10000."""
     token_bytes: _builtins.bytes
-    """The token as bytes."""
+    """The token as bytes, which need not be whole characters."""
     def __init__(
         self,
         *,
@@ -470,7 +489,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Of these, found in a prefix cache."""
     completion_tokens: _builtins.int
-    """Tokens generated, the ending one included."""
+    """Tokens of this answer, the ending one included."""
     def __init__(
         self,
         *,
@@ -548,6 +567,7 @@ class KvTransfer(_message.Message):
     BYTES_WHILE_COMPUTING_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     DECODE_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
     """Bytes written into the decode worker."""
     transport: _builtins.str
@@ -560,6 +580,8 @@ class KvTransfer(_message.Message):
     """Number of chunks in which the prompt was computed."""
     decode_computed_prompt_tokens: _builtins.int
     """Prompt tokens that decode had to compute itself; always 0."""
+    decode_cached_tokens: _builtins.int
+    """Prompt tokens whose pages the decode worker had already, so that they were not sent."""
     def __init__(
         self,
         *,
@@ -569,10 +591,11 @@ class KvTransfer(_message.Message):
         bytes_while_computing: _builtins.int = ...,
         num_chunks: _builtins.int = ...,
         decode_computed_prompt_tokens: _builtins.int = ...,
+        decode_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "bytes_while_computing", b"bytes_while_computing", "decode_computed_prompt_tokens", b"decode_computed_prompt_tokens", "gb_per_s", b"gb_per_s", "num_chunks", b"num_chunks", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "bytes_while_computing", b"bytes_while_computing", "decode_cached_tokens", b"decode_cached_tokens", "decode_computed_prompt_tokens", b"decode_computed_prompt_tokens", "gb_per_s", b"gb_per_s", "num_chunks", b"num_chunks", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,6 +618,7 @@ class GenerateResponse(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request."""
     index: _builtins.int
@@ -617,7 +641,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """In the last message."""
+        """In the last message of each answer."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -626,6 +650,10 @@ class GenerateResponse(_message.Message):
     @_builtins.property
     def kv_transfer(self) -> Global___KvTransfer:
         """In the last message."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
+        """In the first message of the first answer, if asked for: one entry per prompt token after the first."""
 
     def __init__(
         self,
@@ -641,10 +669,11 @@ class GenerateResponse(_message.Message):
         timings: Global___Timings | None = ...,
         kv_transfer: Global___KvTransfer | None = ...,
         seed: _builtins.int | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "kv_transfer", b"kv_transfer", "seed", b"seed", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "index", b"index", "kv_transfer", b"kv_transfer", "logprobs", b"logprobs", "request_id", b"request_id", "seed", b"seed", "stop_reason", b"stop_reason", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "index", b"index", "kv_transfer", b"kv_transfer", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "seed", b"seed", "stop_reason", b"stop_reason", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -718,8 +747,11 @@ class DetokenizeRequest(_message.Message):
 
     MODEL_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    INCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of the model; empty means the served one."""
+    include_special_tokens: _builtins.bool
+    """Leaves special tokens in the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids in order."""
@@ -729,10 +761,11 @@ class DetokenizeRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        include_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_special_tokens", b"include_special_tokens", "model", b"model", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -746,7 +779,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Decoded text, special tokens left out."""
+    """Decoded text."""
     def __init__(
         self,
         *,

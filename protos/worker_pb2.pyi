@@ -168,6 +168,7 @@ class SessionResponse(_message.Message):
     PEER_FIELD_NUMBER: _builtins.int
     TRANSFER_FINISHED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo:
         """Who the worker is."""
@@ -204,6 +205,10 @@ class SessionResponse(_message.Message):
     def cache(self) -> Global___CacheEvents:
         """Pages the prefix cache learned or lost."""
 
+    @_builtins.property
+    def preempted(self) -> Global___PreemptedEvent:
+        """A sequence is handed back."""
+
     def __init__(
         self,
         *,
@@ -216,12 +221,13 @@ class SessionResponse(_message.Message):
         peer: Global___PeerEvent | None = ...,
         transfer_finished: Global___TransferFinishedEvent | None = ...,
         cache: Global___CacheEvents | None = ...,
+        preempted: Global___PreemptedEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache", "preempted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -364,6 +370,14 @@ class SamplingConfig(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_INDEX_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BIASES_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -374,6 +388,26 @@ class SamplingConfig(_message.Message):
     """Seed of the request."""
     choice_index: _builtins.int
     """Which of the n answers."""
+    min_p: _builtins.float
+    """0 is off."""
+    repetition_penalty: _builtins.float
+    """1 is off."""
+    presence_penalty: _builtins.float
+    """0 is off."""
+    frequency_penalty: _builtins.float
+    """0 is off."""
+    num_logprobs: _builtins.int
+    """If set: log-probabilities of chosen tokens, and of this many likeliest ones."""
+    prompt_logprobs: _builtins.bool
+    """To prefill: also those of the prompt, with the first token."""
+    @_builtins.property
+    def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens whose logits are changed."""
+
+    @_builtins.property
+    def biases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What is added to each of them."""
+
     def __init__(
         self,
         *,
@@ -382,12 +416,22 @@ class SamplingConfig(_message.Message):
         top_k: _builtins.int = ...,
         seed: _builtins.int = ...,
         choice_index: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        bias_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        biases: _abc.Iterable[_builtins.float] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
+        prompt_logprobs: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "bias_token_ids", b"bias_token_ids", "biases", b"biases", "choice_index", b"choice_index", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___SamplingConfig: _TypeAlias = SamplingConfig  # noqa: Y015
 
@@ -399,8 +443,11 @@ class StopConfig(_message.Message):
 
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most output tokens, those of earlier attempts included."""
+    min_tokens: _builtins.int
+    """None of stop_token_ids can be chosen before this many output tokens."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the answer, EOS included unless ignored."""
@@ -410,10 +457,11 @@ class StopConfig(_message.Message):
         *,
         max_tokens: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -435,6 +483,8 @@ class ReserveCommand(_message.Message):
     WRITER_AGENT_NAME_FIELD_NUMBER: _builtins.int
     WRITER_INCARNATION_ID_FIELD_NUMBER: _builtins.int
     WRITER_ADDRESS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    WAS_PREEMPTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request to serve."""
     attempt: _builtins.int
@@ -449,6 +499,10 @@ class ReserveCommand(_message.Message):
     """Incarnation of the writer."""
     writer_address: _builtins.str
     """Where the writer's PageTicketService listens."""
+    cache_salt: _builtins.str
+    """Prompts with different salts never share pages."""
+    was_preempted: _builtins.bool
+    """It was handed back before, so others are to be handed back first."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt, and the tokens already generated by earlier attempts."""
@@ -474,10 +528,12 @@ class ReserveCommand(_message.Message):
         writer_agent_name: _builtins.str = ...,
         writer_incarnation_id: _builtins.str = ...,
         writer_address: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
+        was_preempted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "writer_address", b"writer_address", "writer_agent_name", b"writer_agent_name", "writer_incarnation_id", b"writer_incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "was_preempted", b"was_preempted", "writer_address", b"writer_address", "writer_agent_name", b"writer_agent_name", "writer_incarnation_id", b"writer_incarnation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -678,10 +734,13 @@ class ReservedEvent(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     STAMPS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request."""
     attempt: _builtins.int
     """Which try."""
+    num_cached_tokens: _builtins.int
+    """Prompt tokens whose pages are here already; the ticket begins behind them."""
     @_builtins.property
     def ticket(self) -> _kv_pb2.PageTicket:
         """Where the pages are."""
@@ -697,10 +756,11 @@ class ReservedEvent(_message.Message):
         attempt: _builtins.int = ...,
         ticket: _kv_pb2.PageTicket | None = ...,
         stamps: _abc.Iterable[Global___StageStamp] | None = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "stamps", b"stamps", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "stamps", b"stamps", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -737,6 +797,42 @@ class RefusedEvent(_message.Message):
 Global___RefusedEvent: _TypeAlias = RefusedEvent  # noqa: Y015
 
 @_typing.final
+class Logprobs(_message.Message):
+    """Log-probabilities at consecutive positions, flat: for each position the token that is there, then the num_top
+    likeliest ones, best first.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOP_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    num_top: _builtins.int
+    """Alternatives per position."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """(1 + num_top) ids per position."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Their natural logarithms of probability."""
+
+    def __init__(
+        self,
+        *,
+        num_top: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_top", b"num_top", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
+
+@_typing.final
 class TokenOutput(_message.Message):
     """New tokens of one sequence."""
 
@@ -750,6 +846,8 @@ class TokenOutput(_message.Message):
     STAMPS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request."""
     attempt: _builtins.int
@@ -770,6 +868,14 @@ class TokenOutput(_message.Message):
     def stamps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageStamp]:
         """Stages reached."""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """Of token_ids, if asked for."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """Of the prompt's tokens after the first, if asked for; in the first output only."""
+
     def __init__(
         self,
         *,
@@ -781,14 +887,48 @@ class TokenOutput(_message.Message):
         stamps: _abc.Iterable[Global___StageStamp] | None = ...,
         num_cached_tokens: _builtins.int = ...,
         num_computed_prompt_tokens: _builtins.int = ...,
+        logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "num_cached_tokens", b"num_cached_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "request_id", b"request_id", "stamps", b"stamps", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stamps", b"stamps", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenOutput: _TypeAlias = TokenOutput  # noqa: Y015
+
+@_typing.final
+class PreemptedEvent(_message.Message):
+    """A decode worker ran out of pages and hands a sequence back. It is to be resumed from its next token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Request."""
+    attempt: _builtins.int
+    """Which try."""
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Every output token so far, those of earlier attempts included."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "output_token_ids", b"output_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreemptedEvent: _TypeAlias = PreemptedEvent  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
@@ -873,7 +1013,7 @@ class LoadReport(_message.Message):
     free_pages: _builtins.int
     """Pages nobody holds."""
     promised_pages: _builtins.int
-    """Pages promised to running sequences but not yet taken; decode only."""
+    """Pages that running sequences are expected to take yet; decode only."""
     queued_tokens: _builtins.int
     """Prompt tokens of prompts not begun; prefill only."""
     num_sequences: _builtins.int

@@ -30,6 +30,10 @@ class RouterConfig:
     max_queue_requests: int = 1024
     """Requests that may wait for workers; one more is refused with RESOURCE_EXHAUSTED."""
 
+    max_unread_tokens: int = 8192
+    """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
+    is ended with RESOURCE_EXHAUSTED."""
+
     def __post_init__(self) -> None:
         for flag, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
             for address in addresses:
@@ -38,5 +42,7 @@ class RouterConfig:
                     raise ValueError(f"{flag} has {address!r}; it must look like host:port")
         if self.max_queue_requests < 1:
             raise ValueError(f"--max-queue-requests is {self.max_queue_requests}; at least 1 is needed")
+        if self.max_unread_tokens < 1:
+            raise ValueError(f"--max-unread-tokens is {self.max_unread_tokens}; at least 1 is needed")
         if self.worker_loss_seconds < 0:
             raise ValueError(f"--worker-loss-seconds is {self.worker_loss_seconds}; it can't be negative")

@@ -10,7 +10,7 @@ from protos import worker_pb2
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.policy import can_serve, choose_pair, model_hashes
-from router.request import MAX_FRUITLESS_ATTEMPTS, Ended, Request, RequestState
+from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
 from rpc.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, error_for_code
@@ -38,15 +38,17 @@ class Dispatcher:
         """Requests bound to workers."""
         return len(self._running)
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; its events tell how it goes.
-
-        Raises Unavailable if no pair is there at all, ResourceExhausted if the queue is full.
-        """
+    def check_room(self, num_requests: int) -> None:
+        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room for so many."""
         if not self.pool.ready_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
-        if len(self._queue) >= self._config.max_queue_requests:
-            raise ResourceExhausted(f"the queue is full: {len(self._queue)} requests wait")
+        if len(self._queue) + num_requests > self._config.max_queue_requests:
+            raise ResourceExhausted(
+                f"the queue is full: {len(self._queue)} requests wait, {self._config.max_queue_requests} may"
+            )
+
+    def submit(self, request: Request) -> None:
+        """Queues a request; its output tells how it goes."""
         request.stamp_now("queued")
         self._queue.admit(request, self.pool.slowdown())
         self._bind_waiting()
@@ -118,12 +120,14 @@ class Dispatcher:
             attempt=request.attempt,
             token_ids=request.token_ids,
             num_prompt_tokens=len(request.checked.prompt_token_ids),
-            sampling=request.checked.sampling,
+            sampling=request.sampling,
             stop=request.checked.stop,
             deadline_ms=request.remaining_ms(),
             writer_agent_name=prefill.agent_name,
             writer_incarnation_id=prefill.info.incarnation_id,
             writer_address=prefill.info.address,
+            cache_salt=request.checked.cache_salt,
+            was_preempted=request.was_preempted,
         )
         decode.send(worker_pb2.SessionRequest(reserve=command))
 
@@ -143,6 +147,10 @@ class Dispatcher:
                 request = self._find(link, event.refused.request_id, event.refused.attempt)
                 if request is not None:
                     self._on_refused(request, link)
+            case "preempted":
+                request = self._find(link, event.preempted.request_id, event.preempted.attempt)
+                if request is not None:
+                    self._on_preempted(request, event.preempted)
             case "transfer_finished":
                 finished = event.transfer_finished
                 request = self._find(link, finished.request_id, finished.attempt)
@@ -163,12 +171,13 @@ class Dispatcher:
         assert request.prefill is not None
         request.stamp(list(event.stamps))
         request.state = RequestState.RUNNING
+        request.kv_transfer.decode_cached_tokens += event.num_cached_tokens
         command = worker_pb2.PrefillCommand(
             request_id=request.wire_id,
             attempt=request.attempt,
             token_ids=request.token_ids,
             num_prompt_tokens=len(request.checked.prompt_token_ids),
-            sampling=request.checked.sampling,
+            sampling=request.sampling,
             stop=request.checked.stop,
             deadline_ms=request.remaining_ms(),
             ticket=event.ticket,
@@ -194,8 +203,24 @@ class Dispatcher:
             # The first token may have ended the answer: decode gets no pages and must not wait for them.
             self._close_leg(request, "decode", abort=True)
             self._finish_if_over(request)
+        elif request.output.num_waiting > self._config.max_unread_tokens:
+            self._metrics.slow_readers.inc()
+            self._finish(request, ResourceExhausted(self._too_slow(request)))
         if first:
             self._bind_waiting()
+
+    def _too_slow(self, request: Request) -> str:
+        return (
+            f"the client reads too slowly: {request.output.num_waiting} tokens wait for it, "
+            f"{self._config.max_unread_tokens} may"
+        )
+
+    def _on_preempted(self, request: Request, event: worker_pb2.PreemptedEvent) -> None:
+        """Its decode worker ran out of pages: it goes on from its next token, ahead of new requests."""
+        self._close_leg(request, "decode", abort=False)
+        request.take_preempted(event.output_token_ids)
+        self._metrics.retries.labels("preempted").inc()
+        self._retry(request, Unavailable("its decode worker ran out of pages"))
 
     def _on_transfer_finished(self, request: Request, event: worker_pb2.TransferFinishedEvent) -> None:
         request.take_transfer(event.kv_transfer)
@@ -262,7 +287,7 @@ class Dispatcher:
             self._queue.remove(request)
         if request.state is not RequestState.FINISHED:
             request.state = RequestState.FINISHED
-            request.events.put_nowait(Ended(error))
+            request.output.end(error)
 
     def _end_attempt(self, request: Request) -> None:
         """Tells both legs that this attempt is over."""

@@ -1,4 +1,4 @@
-"""From a request's tokens to the client's stream: text, stop strings, usage. Any front (gRPC, HTTP) uses this."""
+"""From a request to the responses for its client. Any front (gRPC, HTTP) uses this."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import time
 from collections.abc import AsyncIterator
 
 from protos import inference_pb2
+from router.answer import Answer
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
-from router.request import Ended, Request, Tokens
-from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer
-from router.validation import ClusterLimits, check_request
+from router.output_stream import OutputStream
+from router.request import Request
+from router.tokenizer import Tokenizer
+from router.validation import CheckedRequest, ClusterLimits, check_request
 from rpc.errors import AlreadyExists, Unavailable
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Generator:
     async def generate(
         self, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer. Raises RequestError. Closing the iterator cancels the request everywhere.
+        """Streams the answers. Raises RequestError. Closing the iterator cancels the request everywhere.
 
         deadline_seconds: time left to the client's deadline; None: no deadline.
         """
@@ -54,87 +56,66 @@ class Generator:
             checked = check_request(request, self._tokenizer, self.model_name, limits)
         if checked.request_id in self._running_ids:
             raise AlreadyExists(f"request_id: {checked.request_id!r} is running already")
+        self._dispatcher.check_room(checked.num_answers)
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
-        running = Request(checked, deadline)
-        self._dispatcher.submit(running)
+        news = asyncio.Event()
+        answers = [
+            Answer(Request(checked.answer(index), deadline, output=OutputStream(news)), index, self._tokenizer)
+            for index in range(checked.num_answers)
+        ]
         self._running_ids.add(checked.request_id)
         self._metrics.prompt_tokens.inc(len(checked.prompt_token_ids))
         try:
-            async for response in self._stream(running):
+            self._dispatcher.submit(answers[0].request)
+            async for response in self._read(answers, news):
                 yield response
         finally:
-            log.info(
-                "request ended",
-                extra={
-                    "request_id": checked.request_id,
-                    "answered": running.is_answered,
-                    "prompt_tokens": len(checked.prompt_token_ids),
-                    "output_tokens": len(running.output_token_ids),
-                    "attempts": running.attempt + 1,
-                    "ms": round((time.monotonic() - running.received) * 1e3),
-                },
-            )
             self._running_ids.discard(checked.request_id)
-            self._dispatcher.cancel(running)
+            for answer in answers:
+                self._dispatcher.cancel(answer.request)
+            _log_end(checked, answers)
 
-    async def _stream(self, request: Request) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        checked = request.checked
-        detokenizer = IncrementalDetokenizer(self._tokenizer)
-        stops = StopStrings(checked.stop_strings, checked.include_stop)
-        last = inference_pb2.GenerateResponse(request_id=checked.request_id)
-        num_tokens = 0
-        while True:
-            event = await request.events.get()
-            if isinstance(event, Ended):
-                break
-            if last.finish_reason:
-                continue  # tokens after a stop string
-            response = inference_pb2.GenerateResponse(request_id=checked.request_id)
-            response.text = self._add_text(event, request, detokenizer, stops, last)
-            if checked.return_token_ids:
-                response.token_ids.extend(event.token_ids)
-            num_tokens += len(event.token_ids)
-            self._metrics.output_tokens.inc(len(event.token_ids))
-            if num_tokens == len(event.token_ids):
-                self._metrics.ttft_seconds.observe(time.monotonic() - request.received)
-            if stops.matched is not None:
-                request.stamp_now("finished")
-                self._dispatcher.complete(request)
-            if response.text or response.token_ids:
-                yield response
-        if event.error is not None:
-            raise event.error
-        self._metrics.e2e_seconds.observe(time.monotonic() - request.received)
-        last.usage.prompt_tokens = len(checked.prompt_token_ids)
-        last.usage.cached_tokens = request.num_cached_tokens
-        last.usage.completion_tokens = num_tokens
-        last.timings.CopyFrom(request.timings)
-        last.kv_transfer.CopyFrom(request.kv_transfer)
-        last.seed = checked.sampling.seed
-        yield last
+    async def _read(self, answers: list[Answer], news: asyncio.Event) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        """Responses of all answers as they come, until each has ended."""
+        first, siblings = answers[0], answers[1:]
+        open_answers = list(answers)
+        while open_answers:
+            await news.wait()
+            news.clear()
+            for answer in open_answers:
+                for response in self._take(answer):
+                    yield response
+            if siblings and first.num_tokens:
+                # The others come when the first has computed the prompt: its pages are in the caches of both tiers.
+                for sibling in siblings:
+                    self._dispatcher.submit(sibling.request)
+                siblings = []
+            open_answers = [answer for answer in open_answers if not answer.is_over]
 
-    def _add_text(
-        self,
-        tokens: Tokens,
-        request: Request,
-        detokenizer: IncrementalDetokenizer,
-        stops: StopStrings,
-        last: inference_pb2.GenerateResponse,
-    ) -> str:
-        """The text these tokens make visible. Notes in `last` why the answer ends, if it does."""
-        # The ending token of an EOS or stop id is counted but is not text.
-        ended_by_token = tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
-        ending = tokens.token_ids[-1]
-        visible = tokens.token_ids[:-1] if ended_by_token and not request.checked.include_stop else tokens.token_ids
-        text = detokenizer.add(visible)
-        if tokens.finish_reason:
-            text += detokenizer.finish()
-        shown = stops.add(text)
-        if stops.matched is not None:
-            last.finish_reason, last.stop_reason = inference_pb2.FINISH_REASON_STOP, stops.matched
-        elif tokens.finish_reason:
-            shown += stops.finish()
-            last.finish_reason = tokens.finish_reason
-            if ended_by_token and ending not in request.checked.eos_token_ids:
-                last.stop_reason = str(ending)
-        return shown
+    def _take(self, answer: Answer) -> list[inference_pb2.GenerateResponse]:
+        """What there is of one answer. Raises the RequestError that ended it."""
+        num_tokens, was_stopped, request = answer.num_tokens, answer.is_stopped, answer.request
+        responses = answer.take()
+        self._metrics.output_tokens.inc(answer.num_tokens - num_tokens)
+        if answer.num_tokens and not num_tokens:
+            self._metrics.ttft_seconds.observe(time.monotonic() - request.received)
+        if answer.is_stopped and not was_stopped:
+            request.stamp_now("finished")
+            self._dispatcher.complete(request)
+        if answer.is_over:
+            self._metrics.e2e_seconds.observe(time.monotonic() - request.received)
+        return responses
+
+
+def _log_end(checked: CheckedRequest, answers: list[Answer]) -> None:
+    log.info(
+        "request ended",
+        extra={
+            "request_id": checked.request_id,
+            "answered": all(answer.request.is_answered for answer in answers),
+            "prompt_tokens": len(checked.prompt_token_ids),
+            "output_tokens": sum(len(answer.request.output_token_ids) for answer in answers),
+            "attempts": sum(answer.request.attempt + 1 for answer in answers),
+            "ms": round((time.monotonic() - answers[0].request.received) * 1e3),
+        },
+    )

@@ -29,6 +29,9 @@ class RouterMetrics:
         self.e2e_seconds = Histogram(
             "kvferry_e2e_seconds", "Request received to last token", buckets=SECONDS_BUCKETS, registry=self.registry
         )
+        self.slow_readers = Counter(
+            "kvferry_slow_readers_total", "Requests ended because their client read too slowly", registry=self.registry
+        )
         self.ready_pairs = Gauge("kvferry_ready_pairs", "Pairs that can move pages", registry=self.registry)
 
     def set_requests(self, queued: int, running: int) -> None:

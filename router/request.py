@@ -2,7 +2,7 @@
 
 queued ── a pair has room ──> reserving ── ticket ──> running ── last token ──> finished
    ^                             │                       │
-   └── refused, or a leg failed ─┴───────────────────────┘     (a new attempt, from the next token index)
+   └── refused, or a leg failed ─┴── or handed back ─────┘     (a new attempt, from the next token index)
 
 An attempt has two legs: prefill (open until the transfer is over) and decode. When one fails or the request is
 cancelled, the other is told at once.
@@ -10,17 +10,17 @@ cancelled, the other is told at once.
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import secrets
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protos import inference_pb2, worker_pb2
+from router.output_stream import OutputStream
 from router.validation import CheckedRequest
 from router.worker_pool import WorkerLink
-from rpc.errors import RequestError
 
 MAX_FRUITLESS_ATTEMPTS = 5
 """A request is given up after this many attempts in a row that brought no token."""
@@ -39,27 +39,14 @@ class Order(NamedTuple):
     """A request's place: smaller goes first."""
 
     negative_priority: int
+    is_new: bool
+    """Those that a worker had before go ahead of new ones."""
     rank: int
     """The policy's; 0 for order of arrival."""
     arrival: int
 
 
-FIRST = Order(0, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """New tokens, in order."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: inference_pb2.FinishReason.ValueType
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Nothing more comes; `error` is None if the answer is complete."""
-
-    error: RequestError | None
+FIRST = Order(0, True, 0, 0)
 
 
 @dataclass(eq=False)
@@ -86,10 +73,13 @@ class Request:
     """Attempts in a row that brought no token."""
     model_hashes: tuple[str, str] | None = None
     """Which model began the answer; no other may go on with it."""
+    was_preempted: bool = False
+    """A decode worker handed it back."""
     num_cached_tokens: int = 0
     timings: inference_pb2.Timings = field(default_factory=inference_pb2.Timings)
     kv_transfer: inference_pb2.KvTransfer = field(default_factory=inference_pb2.KvTransfer)
-    events: asyncio.Queue[Tokens | Ended] = field(default_factory=asyncio.Queue)
+    output: OutputStream = field(default_factory=OutputStream)
+    """What the client is to get."""
     _attempt_start: int = 0
     _early: dict[int, worker_pb2.TokenOutput] = field(default_factory=dict)
 
@@ -101,6 +91,14 @@ class Request:
     def token_ids(self) -> list[int]:
         """Prompt and output so far: what the next attempt computes."""
         return [*self.checked.prompt_token_ids, *self.output_token_ids]
+
+    @property
+    def sampling(self) -> worker_pb2.SamplingConfig:
+        """How the next attempt chooses tokens. Log-probabilities of the prompt are made once."""
+        config = worker_pb2.SamplingConfig()
+        config.CopyFrom(self.checked.sampling)
+        config.prompt_logprobs &= not self.output_token_ids
+        return config
 
     @property
     def max_num_tokens(self) -> int:
@@ -142,7 +140,17 @@ class Request:
                 self.stamp_now("first_token")
             self.output_token_ids += ready.token_ids
             self.is_answered = ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
-            self.events.put_nowait(Tokens(tuple(ready.token_ids), ready.finish_reason))
+            self.output.add(ready)
+
+    def take_preempted(self, output_token_ids: Seq[int]) -> None:
+        """Takes the tokens of a request that was handed back, if its first one is still on its way from prefill."""
+        self.was_preempted = True
+        missing = output_token_ids[len(self.output_token_ids) :]
+        if missing and not self.checked.sampling.HasField("num_logprobs"):
+            # Else they are computed again, with their log-probabilities: the same tokens.
+            first = len(self.output_token_ids)
+            self._early.clear()
+            self.take_output(worker_pb2.TokenOutput(first_index=first, token_ids=missing))
 
     def take_transfer(self, moved: inference_pb2.KvTransfer) -> None:
         """Takes note of what a prefill leg moved; those of attempts that ended well add up."""
@@ -154,8 +162,9 @@ class Request:
         total.gb_per_s = moved.gb_per_s
 
     def begin_attempt(self) -> None:
-        """Back to the queue, with the tokens so far."""
+        """Back to the queue, ahead of new requests, with the tokens so far."""
         self.attempt += 1
+        self.order = self.order._replace(is_new=False)
         self.state = RequestState.QUEUED
         self._attempt_start = len(self.output_token_ids)
         self._early.clear()

@@ -14,7 +14,7 @@ from router.request import Order, Request
 
 
 class RequestQueue:
-    """Waiting requests in order. A request keeps its place when it comes back for another attempt."""
+    """Waiting requests in order. One that comes back for another attempt goes ahead of those that are new."""
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
@@ -36,11 +36,11 @@ class RequestQueue:
         num_tokens = len(request.checked.prompt_token_ids)
         rank = self._arrived_tokens + slowdown * num_tokens if slowdown else 0
         self._arrived_tokens += num_tokens
-        request.order = Order(-request.checked.priority, rank, next(self._arrivals))
+        request.order = Order(-request.checked.priority, True, rank, next(self._arrivals))
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queues a request at the place it had."""
+        """Queues a request at the place that its order says."""
         bisect.insort(self._waiting, request, key=lambda waiting: waiting.order)
 
     def remove(self, request: Request) -> None:

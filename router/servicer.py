@@ -64,7 +64,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Ids of a text or chat."""
         try:
             check_model(request.model, self._generator.model_name)
-            ids = prompt_token_ids(request, self._tokenizer, self._generator.limits().vocab_size)
+            vocab_size = self._generator.limits().vocab_size
+            # A long text takes long; streams must not wait for it.
+            ids = await asyncio.to_thread(prompt_token_ids, request, self._tokenizer, vocab_size)
         except RequestError as error:
             await error.abort(context)
         return inference_pb2.TokenizeResponse(token_ids=ids)
@@ -78,7 +80,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             check_token_ids("token_ids", request.token_ids, self._generator.limits().vocab_size)
         except RequestError as error:
             await error.abort(context)
-        return inference_pb2.DetokenizeResponse(text=self._tokenizer.decode(request.token_ids))
+        text = await asyncio.to_thread(self._tokenizer.decode, request.token_ids, request.include_special_tokens)
+        return inference_pb2.DetokenizeResponse(text=text)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

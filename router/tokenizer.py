@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
+from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from rpc.errors import InvalidArgument
-
-REPLACEMENT = "\ufffd"
 
 
 class TokenizerError(Exception):
@@ -33,11 +31,16 @@ class Tokenizer:
         self.eos_token_ids = _eos_token_ids(folder)
         file = folder / "tokenizer.json"
         self.file_hash = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+        self._token_bytes = TokenBytes(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text, with whatever the tokenizer puts around a prompt."""
+        """Ids of plain text, with whatever the tokenizer puts around a prompt.
+
+        Text that already begins with the tokenizer's beginning-of-sequence token gets no second one.
+        """
         ids: list[int] = self._tokenizer(text).input_ids
-        return ids
+        bos = self._tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def encode_chat(self, messages: Seq[tuple[str, str]]) -> list[int]:
         """Ids of a conversation of (role, content), rendered by the model's template.
@@ -51,15 +54,93 @@ class Tokenizer:
             rendered = self._tokenizer.apply_chat_template(
                 turns, tokenize=True, add_generation_prompt=True, return_dict=True
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:
+            # A template is code that came with the model; whatever it raises is about this conversation.
             raise InvalidArgument("chat", f"the model's chat template refuses it: {error}") from error
         ids: list[int] = rendered["input_ids"]
         return ids
 
-    def decode(self, token_ids: Seq[int]) -> str:
-        """Text of ids, special tokens left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+    def decode(self, token_ids: Seq[int], include_special_tokens: bool = False) -> str:
+        """Text of ids."""
+        detokenizer = self.detokenizer(include_special_tokens)
+        return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def detokenizer(self, include_special_tokens: bool = False) -> Detokenizer:
+        """For the text of one answer."""
+        table = self._token_bytes
+        if table.is_exact:
+            return ByteDetokenizer(table.all if include_special_tokens else table.visible, table.strips_first_space)
+
+        def decode(token_ids: Seq[int]) -> str:
+            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
+            return text
+
+        return WindowDetokenizer(decode, lambda token: include_special_tokens or token not in table.special_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token by itself; none for ids that the tokenizer does not know."""
+        return self._token_bytes.all(token_id)
+
+
+class TokenBytes:
+    """What bytes each token stands for."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        added = backend.get_added_tokens_decoder() if backend is not None else {}
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
+        kinds = [step["type"] for step in _decoder_steps(decoder)]
+        self._is_byte_level = kinds == ["ByteLevel"]
+        cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self.is_exact = not cleans_up and (self._is_byte_level or kinds[:3] == ["Replace", "ByteFallback", "Fuse"])
+        """Joined bytes are the text, as UTF-8, so that text can be made byte by byte."""
+        self.strips_first_space = kinds[3:] == ["Strip"]
+        self._known: dict[int, bytes] = {}
+
+    def all(self, token_id: int) -> bytes:
+        """Of any token."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._look_up(token_id)
+        return found
+
+    def visible(self, token_id: int) -> bytes:
+        """Of a token that is not special; none of others."""
+        return b"" if token_id in self.special_ids else self.all(token_id)
+
+    def _look_up(self, token_id: int) -> bytes:
+        token: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            try:
+                return bytes(_BYTE_OF[letter] for letter in token)
+            except KeyError:
+                return token.encode()
+        if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token)) is not None:
+            return bytes.fromhex(byte[1])
+        return token.replace("\u2581", " ").encode()
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a tokenizer's decoder, as tokenizer.json has it."""
+    if decoder is None:
+        return []
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return steps
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The letter that byte-level BPE writes for each byte (Radford et al. 2019): printable bytes stand for themselves,
+    the others for the letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:
@@ -70,73 +151,3 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
-
-
-class IncrementalDetokenizer:
-    """Turns a growing list of ids into pieces of text that join to the text of the whole.
-
-    A piece is held back only while it ends inside a character. Each call decodes the ids since the last boundary
-    together with those of the piece before, because a tokenizer may treat the first token of a text in its own way.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context_start = 0
-        self._unread_start = 0
-
-    def add(self, token_ids: Seq[int]) -> str:
-        """The text that these ids make final."""
-        self._ids += token_ids
-        return self._read(final=False)
-
-    def finish(self) -> str:
-        """The rest, even if it ends inside a character."""
-        return self._read(final=True)
-
-    def _read(self, final: bool) -> str:
-        known = self._tokenizer.decode(self._ids[self._context_start : self._unread_start])
-        text = self._tokenizer.decode(self._ids[self._context_start :])
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not final):
-            return ""
-        self._context_start, self._unread_start = self._unread_start, len(self._ids)
-        return text[len(known) :]
-
-
-class StopStrings:
-    """Cuts a stream of text at the first stop string, without ever leaking the beginning of one."""
-
-    def __init__(self, stops: Seq[str], include_stop: bool) -> None:
-        self._stops, self._include_stop = tuple(stops), include_stop
-        self._held = ""
-        self.matched: str | None = None
-
-    def add(self, text: str) -> str:
-        """The text that can be shown now. After a match, `matched` says which stop it was and nothing more comes."""
-        if self.matched is not None:
-            return ""
-        self._held += text
-        found = [(self._held.find(stop), stop) for stop in self._stops if stop in self._held]
-        if found:
-            start, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
-            end = start + len(self.matched) if self._include_stop else start
-            shown, self._held = self._held[:end], ""
-            return shown
-        keep = self._possible_beginning()
-        shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return shown
-
-    def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
-        shown, self._held = self._held, ""
-        return shown
-
-    def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which a stop string may begin."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import TypeVar
 
 from protos import inference_pb2, worker_pb2
 from router.tokenizer import Tokenizer
@@ -17,6 +20,10 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
+MAX_ANSWERS = 32
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,15 @@ class CheckedRequest:
     return_token_ids: bool
     cache_salt: str
     priority: int
+    num_answers: int = 1
+    include_special_tokens: bool = False
+
+    def answer(self, index: int) -> CheckedRequest:
+        """The same request for one of its answers. Log-probabilities of the prompt come with the first."""
+        sampling = worker_pb2.SamplingConfig()
+        sampling.CopyFrom(self.sampling)
+        sampling.choice_index, sampling.prompt_logprobs = index, self.sampling.prompt_logprobs and index == 0
+        return dataclasses.replace(self, sampling=sampling)
 
 
 def check_request(
@@ -61,13 +77,12 @@ def check_request(
         )
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidArgument("priority", f"is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-    _refuse_unserved(request)
     prompt = prompt_token_ids(request, tokenizer, limits.vocab_size)
     stop = _check_stop(request.stop, tokenizer, len(prompt), limits)
     return CheckedRequest(
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
         prompt_token_ids=tuple(prompt),
-        sampling=_check_sampling(request.sampling),
+        sampling=_check_sampling(request, limits.vocab_size),
         stop=stop,
         stop_strings=tuple(request.stop.stop),
         include_stop=request.stop.include_stop,
@@ -75,6 +90,8 @@ def check_request(
         return_token_ids=request.return_token_ids,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        num_answers=_in_range("sampling.n", request.sampling.n or 1, 1, MAX_ANSWERS),
+        include_special_tokens=request.include_special_tokens,
     )
 
 
@@ -118,26 +135,18 @@ def check_token_ids(field: str, ids: Seq[int], vocab_size: int) -> None:
             raise InvalidArgument(f"{field}[{index}]", f"is {token_id}; token ids must be in [0, {vocab_size})")
 
 
-def _refuse_unserved(request: inference_pb2.GenerateRequest) -> None:
-    """Fields of the API that are not served yet: refused by name, never ignored."""
+Number = TypeVar("Number", int, float)
+
+
+def _in_range(field: str, value: Number, low: Number, high: Number) -> Number:
+    """The value. Raises InvalidArgument if it is not in [low, high], or NaN."""
+    if not low <= value <= high:
+        raise InvalidArgument(field, f"is {value}; it must be in [{low}, {high}]")
+    return value
+
+
+def _check_sampling(request: inference_pb2.GenerateRequest, vocab_size: int) -> worker_pb2.SamplingConfig:
     sampling = request.sampling
-    unserved = {
-        "sampling.min_p": sampling.min_p != 0,
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty") and sampling.repetition_penalty != 1,
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.n": sampling.n > 1,
-        "stop.min_tokens": request.stop.min_tokens > 0,
-        "num_logprobs": request.num_logprobs > 0,
-        "echo_prompt_logprobs": request.echo_prompt_logprobs,
-    }
-    for field, is_set in unserved.items():
-        if is_set:
-            raise InvalidArgument(field, "is not served by this version; leave it unset")
-
-
-def _check_sampling(sampling: inference_pb2.SamplingParams) -> worker_pb2.SamplingConfig:
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0):
         raise InvalidArgument("sampling.temperature", f"is {temperature}; it must be at least 0 and finite")
@@ -146,13 +155,36 @@ def _check_sampling(sampling: inference_pb2.SamplingParams) -> worker_pb2.Sampli
         raise InvalidArgument("sampling.top_p", f"is {top_p}; it must be in (0, 1]")
     if sampling.top_k < -1:
         raise InvalidArgument("sampling.top_k", f"is {sampling.top_k}; it must be at least 1, or 0 or -1 for off")
-    return worker_pb2.SamplingConfig(
+    repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    biases = _check_bias(sampling.logit_bias, vocab_size)
+    config = worker_pb2.SamplingConfig(
         temperature=temperature,
         top_p=top_p,
         top_k=max(sampling.top_k, 0),
+        min_p=_in_range("sampling.min_p", sampling.min_p, 0.0, 1.0),
+        repetition_penalty=_in_range("sampling.repetition_penalty", repetition_penalty, 0.01, 10.0),
+        presence_penalty=_in_range("sampling.presence_penalty", sampling.presence_penalty, -2.0, 2.0),
+        frequency_penalty=_in_range("sampling.frequency_penalty", sampling.frequency_penalty, -2.0, 2.0),
+        bias_token_ids=biases.keys(),
+        biases=biases.values(),
         seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(63),
-        choice_index=0,
+        prompt_logprobs=request.echo_prompt_logprobs,
     )
+    if request.HasField("num_logprobs"):
+        config.num_logprobs = _in_range("num_logprobs", request.num_logprobs, 0, MAX_LOGPROBS)
+    return config
+
+
+def _check_bias(logit_bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
+    """In order of token ids, so that equal requests look equal."""
+    if len(logit_bias) > MAX_BIASES:
+        raise InvalidArgument("sampling.logit_bias", f"has {len(logit_bias)} tokens; at most {MAX_BIASES} are allowed")
+    for token_id in sorted(logit_bias):
+        field = f"sampling.logit_bias[{token_id}]"
+        if not 0 <= token_id < vocab_size:
+            raise InvalidArgument(field, f"is no token; token ids must be in [0, {vocab_size})")
+        _in_range(field, logit_bias[token_id], -MAX_BIAS, MAX_BIAS)
+    return {token_id: logit_bias[token_id] for token_id in sorted(logit_bias)}
 
 
 def _check_stop(
@@ -173,8 +205,15 @@ def _check_stop(
     stop_token_ids = set(stop.stop_token_ids)
     if not stop.ignore_eos:
         stop_token_ids.update(tokenizer.eos_token_ids)
+    max_tokens = _check_length(stop, num_prompt_tokens, limits)
+    if stop.min_tokens > max_tokens:
+        raise InvalidArgument(
+            "stop.min_tokens", f"is {stop.min_tokens}; at most max_tokens, {max_tokens}, are possible"
+        )
+    if stop.min_tokens and len(stop_token_ids) >= limits.vocab_size:
+        raise InvalidArgument("stop.min_tokens", f"is {stop.min_tokens}, but every token ends the answer")
     return worker_pb2.StopConfig(
-        max_tokens=_check_length(stop, num_prompt_tokens, limits), stop_token_ids=sorted(stop_token_ids)
+        max_tokens=max_tokens, stop_token_ids=sorted(stop_token_ids), min_tokens=stop.min_tokens
     )
 
 

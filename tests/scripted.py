@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 
-from engine.model_runner import StepLogits
+from engine.model_runner import PromptLogits, StepLogits
 
 PAGE_SIZE, VOCAB = 4, 50
 
@@ -29,7 +29,12 @@ class ScriptedRunner:
         for row, entry in enumerate(sampled):
             if entry.sequence.token_ids[0] in self.broken:
                 logits[row] = float("nan")
-        return StepLogits(sampled, logits if sampled else None)
+        prompts = [
+            PromptLogits(entry, torch.zeros(entry.num_new_tokens, VOCAB))
+            for entry in batch
+            if entry.sequence.sampling.prompt_logprobs
+        ]
+        return StepLogits(sampled, logits if sampled else None, prompts)
 
 
 class FakeSessions:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 320
@@ -87,6 +87,32 @@ def save_byte_tokenizer(folder: Path) -> None:
         "{{ raise_exception('unknown role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     )
     wrapped.save_pretrained(folder)
+
+
+def save_metaspace_tokenizer(folder: Path, byte_fallback: bool) -> Path:
+    """A tokenizer in the manner of SentencePiece: letters with U+2581 for spaces. Returns its folder.
+
+    byte_fallback: unknown letters become byte tokens, as in Llama 2; else they become the unknown token, and the
+    decoder is the plain Metaspace one, as in T5.
+    """
+    letters = "\u2581abcdefghijklmnopqrstuvwxyzHTRS,.:\n\t"
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {letter: n + 3 for n, letter in enumerate(letters)}
+    merges = []
+    if byte_fallback:
+        vocabulary |= {f"<0x{byte:02X}>": len(vocabulary) + byte for byte in range(256)}
+        vocabulary["\u2581t"] = len(vocabulary)
+        merges.append(("\u2581", "t"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=byte_fallback))
+    if byte_fallback:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    wrapped.save_pretrained(folder)
+    return folder
 
 
 def load_reference(folder: Path) -> Any:

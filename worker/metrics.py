@@ -53,7 +53,21 @@ class WorkerMetrics:
             labels,
             registry=self.registry,
         ).labels(tier)
+        self._preemptions = Counter(
+            "kvferry_preemptions_total",
+            "Sequences handed back for lack of pages; repeated: for the second time or more, which should be rare",
+            ["tier", "repeated"],
+            registry=self.registry,
+        )
+        self.expected_growth_pages = Gauge(
+            "kvferry_expected_growth_pages",
+            "Pages that admitted sequences are expected to take until they end",
+            labels,
+            registry=self.registry,
+        ).labels(tier)
         self._tier = tier
+        for repeated in ("false", "true"):
+            self._preemptions.labels(tier, repeated)
         for end in ("finished", "aborted", "failed"):
             self.requests.labels(tier, end)
         sequences = Gauge("kvferry_sequences", "Sequences by state", ["tier", "state"], registry=self.registry)
@@ -70,6 +84,10 @@ class WorkerMetrics:
     def count_end(self, end: str) -> None:
         """A request ended: "finished", "aborted" or "failed"."""
         self.requests.labels(self._tier, end).inc()
+
+    def count_preemption(self, is_repeated: bool) -> None:
+        """A sequence was handed back."""
+        self._preemptions.labels(self._tier, str(is_repeated).lower()).inc()
 
     def set_refusals(self, by_reason: Mapping[str, int]) -> None:
         """Sets how often prompts were told to wait, by what was short."""

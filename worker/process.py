@@ -148,7 +148,7 @@ async def _serve(
     pool = PagePool(kv_cache.num_pages)
     metrics = WorkerMetrics(tier_name, pool)
     loop = asyncio.get_running_loop()
-    sessions = Sessions(loop)
+    sessions = Sessions(loop, inbox)
     parts = WorkerParts(
         runner=ModelRunner(loaded, kv_cache),
         pool=pool,

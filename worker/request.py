@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Sequence as Seq
 
-from engine.sequence import SamplingParams, Sequence
+from engine.sampler import TokenLogprobs
+from engine.sequence import LogitBias, SamplingParams, Sequence
 from protos import inference_pb2, worker_pb2
 
 
-def sampling_params(config: worker_pb2.SamplingConfig) -> SamplingParams:
+def sampling_params(config: worker_pb2.SamplingConfig, stop: worker_pb2.StopConfig) -> SamplingParams:
     """The engine's form. The router checked and completed the values."""
+    bias = LogitBias(array("i", config.bias_token_ids), array("f", config.biases)) if config.bias_token_ids else None
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        logit_bias=bias,
+        min_tokens=stop.min_tokens,
+        ending_token_ids=tuple(stop.stop_token_ids),
         seed=config.seed,
         choice_index=config.choice_index,
+        num_logprobs=config.num_logprobs if config.HasField("num_logprobs") else None,
+        prompt_logprobs=config.prompt_logprobs,
+    )
+
+
+def logprobs_message(positions: Seq[TokenLogprobs]) -> worker_pb2.Logprobs:
+    """The wire form of log-probabilities with equally many alternatives at each position."""
+    return worker_pb2.Logprobs(
+        num_top=len(positions[0].token_ids) - 1 if positions else 0,
+        token_ids=[token for position in positions for token in position.token_ids],
+        logprobs=[value for position in positions for value in position.logprobs],
     )
 
 
@@ -35,14 +56,23 @@ class StopRule:
         return inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def check_token_ids(token_ids: Iterable[int], num_prompt_tokens: int, vocab_size: int) -> str | None:
-    """Why these tokens can't be computed, or None.
+def check_command(
+    token_ids: Seq[int], num_prompt_tokens: int, config: worker_pb2.SamplingConfig, vocab_size: int
+) -> str | None:
+    """Why a command's tokens and sampling can't be computed, or None.
 
     A second look after the router's: no input reaches the engine loop unchecked.
     """
-    ids = list(token_ids)
-    if not ids or not 1 <= num_prompt_tokens <= len(ids):
-        return f"num_prompt_tokens is {num_prompt_tokens} of {len(ids)} token ids; a prompt needs at least 1"
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        return f"token ids must be in [0, {vocab_size}); found {min(ids)} to {max(ids)}"
+    if not 1 <= num_prompt_tokens <= len(token_ids):
+        return f"num_prompt_tokens is {num_prompt_tokens} of {len(token_ids)} token ids; a prompt needs at least 1"
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        return f"token ids must be in [0, {vocab_size}); found {min(token_ids)} to {max(token_ids)}"
+    if len(config.bias_token_ids) != len(config.biases):
+        return f"{len(config.bias_token_ids)} tokens have {len(config.biases)} biases"
+    if any(not 0 <= token < vocab_size for token in config.bias_token_ids):
+        return f"bias_token_ids must be in [0, {vocab_size})"
+    if not (config.temperature >= 0 and 0 < config.top_p <= 1 and 0 <= config.min_p <= 1):
+        return f"temperature {config.temperature}, top_p {config.top_p} or min_p {config.min_p} is out of range"
+    if not config.repetition_penalty > 0:
+        return f"repetition_penalty is {config.repetition_penalty}; it must be above 0"
     return None

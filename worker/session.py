@@ -19,14 +19,17 @@ from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
 
 log = logging.getLogger(__name__)
 
+MAX_WAITING_EVENTS = 20_000
+"""Events that may wait for a router that does not read; with more its session is ended."""
+
 Events = asyncio.Queue[worker_pb2.SessionResponse]
 
 
 class Sessions:
     """The open sessions' outgoing queues. The engine thread writes, the event loop reads."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
+        self._loop, self._inbox = loop, inbox
         self._queues: dict[int, Events] = {}
         self._pending: dict[int, list[worker_pb2.SessionResponse]] = defaultdict(list)
 
@@ -55,9 +58,20 @@ class Sessions:
     def _put_all(self, pending: dict[int, list[worker_pb2.SessionResponse]]) -> None:
         for session_id, events in pending.items():
             queue = self._queues.get(session_id)
-            if queue is not None:
-                for event in events:
-                    queue.put_nowait(event)
+            if queue is None:
+                continue
+            if queue.qsize() + len(events) > MAX_WAITING_EVENTS:
+                # Frozen, or cut off without a trace: its requests end here, and it may connect again.
+                log.error("a router does not read; its session ends", extra={"session": session_id})
+                del self._queues[session_id]
+                while not queue.empty():
+                    queue.get_nowait()
+                queue.put_nowait(_END)
+                # Its stream may be stuck in a write for long: the engine hears of it now.
+                self._inbox.put(SessionClosed(session_id))
+                continue
+            for event in events:
+                queue.put_nowait(event)
 
 
 class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -102,7 +116,8 @@ class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _read(self, session_id: int, requests: AsyncIterator[worker_pb2.SessionRequest], events: Events) -> None:
         async for request in requests:
-            self._inbox.put(SessionCommand(session_id, request))
+            if session_id in self._sessions.all_ids():
+                self._inbox.put(SessionCommand(session_id, request))
         events.put_nowait(_END)
 
 

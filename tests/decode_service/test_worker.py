@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from decode_service.config import DecodeConfig
 from decode_service.ticket_closer import Writer
 from decode_service.worker import DecodeWorker
+from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from kv_transfer.base import Notification
 from protos import inference_pb2, kv_pb2, worker_pb2
@@ -41,22 +43,24 @@ class FakeCloser:
 class Rig:
     """A worker whose loop is turned by hand."""
 
-    def __init__(self):
+    def __init__(self, num_pages=NUM_PAGES, **options):
         self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
-        self.pool, self.closer, self.transfers = PagePool(NUM_PAGES), FakeCloser(), FakeTransfers()
+        self.pool, self.closer, self.transfers = PagePool(num_pages), FakeCloser(), FakeTransfers()
         self.metrics = WorkerMetrics("decode", self.pool)
         parts = WorkerParts(
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics,
             loop=None, worker_id="d", incarnation_id="1", agent_name="d/1",
         )  # fmt: skip
-        self.worker = DecodeWorker(parts, self.runner, self.closer, 4, VOCAB)
+        config = DecodeConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
+        self.worker = DecodeWorker(parts, self.runner, self.closer, config)
 
     def turn(self):
         """One turn of the loop, without waiting."""
         assert self.worker._receive(wait=False)
         step = self.worker._scheduler.schedule()
         if step is not None:
+            self.worker._let_go(step)
             self.worker._run_and_deliver(step)
         self.worker._report_load()
 
@@ -64,11 +68,11 @@ class Rig:
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
         self.turn()
 
-    def reserve(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0):
+    def reserve(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0, **options):
         command = worker_pb2.ReserveCommand(
             request_id=name, attempt=attempt, token_ids=token_ids, num_prompt_tokens=len(token_ids),
             stop=worker_pb2.StopConfig(max_tokens=max_tokens), writer_agent_name="p/1", writer_incarnation_id="1",
-            writer_address="p:1",
+            writer_address="p:1", sampling=worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0), **options,
         )  # fmt: skip
         self.command(session_id, reserve=command)
 
@@ -109,7 +113,7 @@ def test_a_request_decodes_once_every_page_is_there(rig):
     last = rig.sessions.of("step_output")[-1].outputs[0]
     assert last.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert last.num_computed_prompt_tokens == 0
-    assert repr(rig) == "<PagePool 16 free, 0 held>"
+    assert repr(rig) == "<PagePool 13 free, 0 held, 3 cached>"
     assert rig.closer.asked == []
 
 
@@ -215,4 +219,127 @@ def test_broken_logits_fail_their_request_only(rig):
     rig.turn()
     rig.turn()
     assert rig.tokens() == [7, 7, 7]
+    assert rig.pool.num_available == NUM_PAGES
+
+
+def test_a_follow_up_is_sent_only_what_is_not_here():
+    rig = Rig()
+    rig.reserve(token_ids=(1,) * 10)
+    rig.complete()
+    rig.turn()
+    rig.turn()
+    rig.reserve("next", token_ids=(1,) * 10 + (7, 7, 7, 2))
+    [_, second] = rig.sessions.of("reserved")
+    assert (second.num_cached_tokens, second.ticket.first_page_index) == (12, 3)
+    assert len(second.ticket.page_ids) == 1
+    rig.complete("next", pages=1)
+    rig.turn()
+    assert rig.tokens()[3:] == [7, 7]
+
+
+def test_a_wholly_known_prompt_needs_only_its_first_token():
+    rig = Rig()
+    for name in ("a", "b"):
+        rig.reserve(name, token_ids=(1,) * 8, max_tokens=2)
+        ticket = rig.sessions.of("reserved")[-1].ticket
+        rig.complete(name, pages=len(ticket.page_ids))
+    assert (list(ticket.page_ids), ticket.first_page_index) == ([], 2)
+    assert len(rig.tokens()) == 2
+    assert rig.worker._by_sequence == {}
+
+
+def test_a_flush_and_another_salt_find_nothing():
+    rig = Rig()
+    rig.reserve("a", token_ids=(1,) * 8, max_tokens=2)
+    rig.complete("a", pages=2)
+    rig.reserve("salted", token_ids=(1,) * 8, max_tokens=2, cache_salt="x")
+    rig.command(flush_cache=worker_pb2.FlushCacheCommand())
+    rig.reserve("b", token_ids=(1,) * 8, max_tokens=2)
+    assert [r.num_cached_tokens for r in rig.sessions.of("reserved")] == [0, 0, 0]
+
+
+def test_without_a_prefix_cache_nothing_stays():
+    rig = Rig(prefix_cache=False)
+    rig.reserve(token_ids=(1,) * 8, max_tokens=2)
+    rig.complete(pages=2)
     assert repr(rig) == "<PagePool 16 free, 0 held>"
+
+
+def fill(rig, *names, **options):
+    """Requests that were let in because answers used to be short."""
+    for _ in range(20):
+        rig.worker._scheduler.lengths.learn(2, 20)
+    for name in names:
+        rig.reserve(name, token_ids=(ord(name[0]) % 40,) * 7, max_tokens=20, **options.get(name, {}))
+    for name in names:
+        rig.complete(name, pages=2)
+
+
+def test_a_request_that_is_handed_back_goes_with_all_its_tokens():
+    rig = Rig(num_pages=7)
+    fill(rig, "a", "b", "c", b={"session_id": 2})
+    for _ in range(3):
+        rig.turn()
+    [preempted] = rig.sessions.of("preempted")
+    assert preempted.request_id == "c"
+    sent = [t for e in rig.sessions.of("step_output") for o in e.outputs if o.request_id == "c" for t in o.token_ids]
+    assert list(preempted.output_token_ids) == [7, *sent], "the first token came from prefill"
+    assert rig.pool.counts().quarantined == 0
+    assert rig.metrics._preemptions.labels("decode", "false")._value.get() == 1
+
+
+def test_handing_one_back_twice_is_counted_apart():
+    rig = Rig(num_pages=7)
+    fill(rig, "a", "b", "c", a={"was_preempted": True}, b={"was_preempted": True}, c={"was_preempted": True})
+    for _ in range(3):
+        rig.turn()
+    assert [p.request_id for p in rig.sessions.of("preempted")] == ["c"]
+    assert rig.metrics._preemptions.labels("decode", "true")._value.get() == 1
+
+
+def test_an_answer_that_fills_the_pool_alone_ends_with_resource_exhausted():
+    rig = Rig(num_pages=3)
+    rig.worker._scheduler.can_ever_fit = lambda num_tokens: True  # as if the router's limits were stale
+    fill(rig, "a")
+    for _ in range(8):
+        rig.turn()
+    [failed] = rig.sessions.of("request_failed")
+    assert (failed.status_code, failed.retryable) == (8, False)
+    assert "it fills all 3 pages of the decode worker" in failed.message
+    assert rig.pool.num_available == 3
+
+
+def test_logprobs_and_cache_events_go_out():
+    rig = Rig()
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=2)
+    rig.inbox.put(SessionCommand(1, worker_pb2.SessionRequest(reserve=worker_pb2.ReserveCommand(
+        request_id="r", token_ids=(1,) * 8, num_prompt_tokens=8, stop=worker_pb2.StopConfig(max_tokens=4),
+        writer_agent_name="p/1", writer_incarnation_id="1", writer_address="p:1", sampling=sampling,
+    ))))  # fmt: skip
+    rig.turn()
+    rig.complete(pages=2)
+    output = rig.sessions.of("step_output")[0].outputs[0]
+    assert output.logprobs.num_top == 2
+    assert output.logprobs.token_ids[:2] == [7, 7]
+    assert len(output.logprobs.logprobs) == 3
+    added = [key for event in rig.sessions.of("cache") for key in event.added]
+    assert len(added) == 2
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ({"top_p": 0.0, "repetition_penalty": 1.0}, "out of range"),
+        ({"top_p": 1.0, "repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"top_p": 1.0, "repetition_penalty": 1.0, "bias_token_ids": [VOCAB], "biases": [1.0]}, "bias_token_ids must"),
+        ({"top_p": 1.0, "repetition_penalty": 1.0, "bias_token_ids": [1]}, "1 tokens have 0 biases"),
+        ({"top_p": 1.0, "repetition_penalty": 1.0, "temperature": float("nan")}, "temperature nan"),
+    ],
+)
+def test_a_router_that_checked_badly_can_not_hurt_the_loop(rig, sampling, words):
+    """Casebook C028: nothing unchecked reaches the engine."""
+    command = worker_pb2.ReserveCommand(
+        request_id="r", token_ids=[1], num_prompt_tokens=1, sampling=worker_pb2.SamplingConfig(**sampling)
+    )
+    rig.command(reserve=command)
+    assert words in rig.sessions.of("request_failed")[0].message

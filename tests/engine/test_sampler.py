@@ -1,15 +1,19 @@
-"""The sampler against exact references, and its independence of everything but (seed, token index)."""
+"""The sampler against exact references, and its independence of everything but (seed, choice, token index)."""
 
 from __future__ import annotations
+
+import random
+from array import array
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from engine import sampler
-from engine.sequence import SamplingParams, Sequence
+from engine.sequence import LogitBias, SamplingParams, Sequence
 
 VOCAB = 50
 
@@ -18,9 +22,34 @@ def make_sequence(params, num_output_tokens=0):
     return Sequence("s", [0] * (3 + num_output_tokens), 3, params)
 
 
+def choose(logits, sequences):
+    return [choice.token_id for choice in sampler.sample(logits, sequences)]
+
+
+def make_bias(values):
+    return LogitBias(array("i", values.keys()), array("f", values.values()))
+
+
+def reference_adjust(logits, params, token_ids, num_prompt_tokens):
+    """float64 reference of penalties, bias and min_tokens, token by token."""
+    result = logits.double().numpy().copy()
+    output = token_ids[num_prompt_tokens:]
+    for token in set(token_ids):
+        value = result[token]
+        result[token] = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+        result[token] -= params.frequency_penalty * output.count(token)
+        result[token] -= params.presence_penalty * (token in output)
+    if params.logit_bias:
+        for token, bias in zip(params.logit_bias.token_ids, params.logit_bias.biases, strict=True):
+            result[token] += bias
+    if len(output) < params.min_tokens:
+        result[list(params.ending_token_ids)] = -np.inf
+    return result
+
+
 def reference_filter(logits, params):
-    """float64 reference: probabilities that top-k, then top-p leave, renormalised, by token id."""
-    scaled = logits.double().numpy() / params.temperature
+    """float64 reference: probabilities that top-k, top-p, then min-p leave, renormalised, by token id."""
+    scaled = np.asarray(logits, dtype=np.float64) / params.temperature
     order = np.argsort(-scaled, kind="stable")
     probabilities = np.exp(scaled - scaled.max())
     if params.top_k:
@@ -30,35 +59,91 @@ def reference_filter(logits, params):
     for token in order:
         if params.top_p < 1 and mass >= wanted:
             break
-        kept.append(token)
         mass += probabilities[token]
+        if probabilities[token] >= params.min_p:
+            kept.append(token)
     result = np.zeros(len(scaled))
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result
 
 
-@settings(max_examples=60, deadline=None)
+def kept_probabilities(logits, all_params, width=None):
+    """What `keep` leaves of rows, by token id; widened as the sampler does."""
+    vocab = logits.shape[-1]
+    found = torch.zeros(logits.shape, dtype=torch.float64)
+    temperature = torch.tensor([[p.temperature] for p in all_params], dtype=torch.float64)
+    totals = torch.exp((logits - logits.amax(-1, keepdim=True)).double() / temperature).sum(-1)
+    width, pending = min(width or vocab, vocab), set(range(len(all_params)))
+    while pending:
+        kept = sampler.keep(logits, all_params, totals, width)
+        for row in [r for r in pending if kept.is_complete[r]]:
+            found[row, kept.token_ids[row]] = kept.weights[row] / kept.weights[row].sum()
+            pending.discard(row)
+        width = min(width * 2, vocab)
+    return found.numpy()
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 49, 50, 60]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 10_000), st.lists(PARAMS, min_size=1, max_size=5), st.sampled_from([2, 8, VOCAB]))
+def test_filters_of_a_mixed_batch_equal_the_float64_reference(seed, all_params, width):
+    torch.manual_seed(seed)
+    logits = (torch.randn(len(all_params), VOCAB) * 3).round(decimals=1)  # rounded, so that some are equally likely
+    found = kept_probabilities(logits, all_params, width)
+    for row, params in enumerate(all_params):
+        np.testing.assert_allclose(found[row], reference_filter(logits[row], params), atol=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 10_000),
-    st.sampled_from([0.3, 1.0, 2.5]),
-    st.sampled_from([0, 1, 3, 49, 50, 60]),
-    st.sampled_from([1.0, 0.9, 0.5, 0.01, 1e-9]),
+    st.lists(
+        st.builds(
+            SamplingParams,
+            repetition_penalty=st.sampled_from([1.0, 1.3, 0.5]),
+            presence_penalty=st.sampled_from([0.0, 1.5, -2.0]),
+            frequency_penalty=st.sampled_from([0.0, 0.7, -0.1]),
+            logit_bias=st.sampled_from([None, make_bias({3: 5.0, 49: -100.0}), make_bias({0: 1.0})]),
+            min_tokens=st.sampled_from([0, 4]),
+            ending_token_ids=st.sampled_from([(), (1,), (2, 7)]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
 )
-def test_filters_equal_the_float64_reference(seed, temperature, top_k, top_p):
+def test_adjustments_of_a_mixed_batch_equal_the_float64_reference(seed, all_params):
     torch.manual_seed(seed)
-    logits = torch.randn(VOCAB) * 3
-    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    weights, token_ids = sampler.filtered_weights(logits.double() / temperature, params)
-    found = torch.zeros(VOCAB, dtype=torch.float64)
-    found[token_ids] = weights / weights.sum()
-    np.testing.assert_allclose(found.numpy(), reference_filter(logits, params), atol=1e-12)
+    rng = random.Random(seed)
+    logits = torch.randn(len(all_params), VOCAB) * 3
+    untouched = logits.clone()
+    sequences = [
+        Sequence("s", rng.choices(range(10), k=rng.randint(3, 12)), 3, params, num_computed_tokens=0)
+        for params in all_params
+    ]
+    for _ in range(3):  # as answers grow
+        adjusted = sampler._adjust(logits, sequences)
+        for row, sequence in enumerate(sequences):
+            wanted = reference_adjust(logits[row], sequence.sampling, sequence.token_ids, 3)
+            np.testing.assert_allclose(adjusted[row].numpy(), wanted, rtol=1e-5, atol=1e-5)
+            sequence.token_ids.append(rng.randrange(VOCAB))
+    assert torch.equal(logits, untouched)
 
 
-def test_top_p_widens_its_candidates_on_a_flat_distribution(monkeypatch):
-    monkeypatch.setattr(sampler, "_FIRST_CANDIDATES", 4)
-    params = SamplingParams(top_p=0.9)
-    weights, _ = sampler.filtered_weights(torch.zeros(100, dtype=torch.float64), params)
-    assert len(weights) == 90
+def test_the_repetition_penalty_counts_a_token_once_as_transformers_does():
+    """Casebook C038: a prompt that holds a token 50 times."""
+    logits = torch.randn(1, VOCAB)
+    ids = [7] * 50 + [9, 11]
+    sequence = Sequence("s", ids, 50, SamplingParams(temperature=0.0, repetition_penalty=1.1))
+    wanted = RepetitionPenaltyLogitsProcessor(1.1)(torch.tensor([ids]), logits.clone())
+    torch.testing.assert_close(sampler._adjust(logits, [sequence]), wanted)
 
 
 @pytest.mark.parametrize(
@@ -67,20 +152,24 @@ def test_top_p_widens_its_candidates_on_a_flat_distribution(monkeypatch):
         {"temperature": 1.0},
         {"temperature": 0.7, "top_k": 5},
         {"temperature": 1.5, "top_p": 0.8},
-        {"temperature": 1.0, "top_k": 20, "top_p": 0.5},
+        {"temperature": 1.0, "min_p": 0.1},
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
+        {"temperature": 1.0, "repetition_penalty": 2.0, "logit_bias": make_bias({5: 2.0, 6: -100.0})},
     ],
 )
 def test_draws_follow_the_exact_distribution(params):
-    """Chi-square of 4000 draws, one per token index, against exact probabilities (critical value at 1e-6)."""
+    """Chi-square of 6000 draws, one per token index, against exact probabilities (critical value at 1e-6)."""
     torch.manual_seed(1)
     logits = torch.randn(VOCAB)
     sampling = SamplingParams(seed=7, **params)
-    expected = reference_filter(logits, sampling)
-    draws = 4000
+    sequences = [Sequence("s", [0, 1, 2] + [1] * index, 3, sampling) for index in range(3, 6003)]
+    adjusted = reference_adjust(logits, sampling, [0, 1, 2, 1], 3)
+    expected = reference_filter(adjusted, sampling)
     counts = np.zeros(VOCAB)
-    for index in range(draws):
-        [token] = sampler.sample(logits.unsqueeze(0), [make_sequence(sampling, index)])
-        counts[token] += 1
+    for start in range(0, len(sequences), 500):
+        some = sequences[start : start + 500]
+        np.add.at(counts, choose(logits.expand(len(some), VOCAB).contiguous(), some), 1)
+    draws = len(sequences)
     assert counts[expected == 0].sum() == 0
     likely = expected * draws >= 5
     rest = 1 - expected[likely].sum()
@@ -93,21 +182,42 @@ def test_draws_follow_the_exact_distribution(params):
     assert statistic < critical
 
 
+def test_draws_from_a_large_vocabulary_follow_the_cdf():
+    """The block search finds the same token as a plain inverse CDF in float64."""
+    torch.manual_seed(3)
+    logits = torch.randn(8, 5003) * 2
+    sequences = [make_sequence(SamplingParams(seed=row), row) for row in range(8)]
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True)).double()
+    numbers = torch.tensor([sampler.uniform(row, 0, row) for row in range(8)], dtype=torch.float64)
+    cumulated = weights.cumsum(-1)
+    wanted = torch.searchsorted(cumulated, (numbers * cumulated[:, -1]).unsqueeze(1), right=True).squeeze(1)
+    assert choose(logits, sequences) == wanted.tolist()
+
+
 def test_a_token_depends_on_seed_and_index_only():
-    """Alone or in a batch, in any row, beside greedy and filtered neighbours."""
+    """Alone or in a batch, in any row, beside greedy, filtered and penalised neighbours."""
     torch.manual_seed(2)
-    logits = torch.randn(4, VOCAB)
+    vocab = 4099
     params = [
         SamplingParams(temperature=1.0, seed=5),
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.9, top_k=3, seed=5),
         SamplingParams(temperature=1.2, top_p=0.6, seed=9),
-    ]
+        SamplingParams(temperature=1.0, top_k=3000, seed=9),
+        SamplingParams(temperature=2.0, min_p=0.001, repetition_penalty=1.4, seed=2**64 - 1),
+        SamplingParams(temperature=1.0, frequency_penalty=1.0, num_logprobs=3, seed=4),
+    ] * 9
+    logits = torch.randn(len(params), vocab)
     sequences = [make_sequence(p, 4) for p in params]
-    together = sampler.sample(logits, sequences)
-    alone = [sampler.sample(row.unsqueeze(0), [s])[0] for row, s in zip(logits, sequences, strict=True)]
-    backwards = sampler.sample(logits.flip(0), sequences[::-1])[::-1]
+    together = choose(logits, sequences)
+    alone = [choose(row.unsqueeze(0), [s])[0] for row, s in zip(logits, sequences, strict=True)]
+    backwards = choose(logits.flip(0), sequences[::-1])[::-1]
     assert together == alone == backwards
+    torch.set_num_threads(1)
+    try:
+        assert choose(logits, sequences) == together
+    finally:
+        torch.set_num_threads(2)
 
 
 def test_seeds_indices_and_choices_give_different_numbers():
@@ -117,41 +227,98 @@ def test_seeds_indices_and_choices_give_different_numbers():
     assert sampler.uniform(2**64 - 1, 0, 2**31) == sampler.uniform(2**64 - 1, 0, 2**31)
 
 
+def test_the_ends_of_the_unit_interval_never_pick_a_token_without_weight(monkeypatch):
+    logits = torch.full((1, 200), -torch.inf)
+    logits[0, [70, 71, 130]] = 0.0
+    for number, wanted in ((0.0, 70), (1 - 2**-53, 130), (0.5, 71)):
+        monkeypatch.setattr(sampler, "uniform", lambda *_, number=number: number)
+        for params in (SamplingParams(), SamplingParams(top_k=100), SamplingParams(top_p=0.9999999)):
+            assert choose(logits, [make_sequence(params)]) == [wanted], (number, params)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-6])
 def test_tiny_temperatures_are_greedy(temperature):
     """Casebook C024."""
     logits = torch.tensor([[0.0, 30000.0, 29999.0]])
-    assert sampler.sample(logits, [make_sequence(SamplingParams(temperature=temperature))]) == [1]
+    assert choose(logits, [make_sequence(SamplingParams(temperature=temperature))]) == [1]
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 100.0, 1e6, 3e38])
-def test_extreme_temperatures_stay_finite(temperature):
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 2}, {"min_p": 0.5}])
+def test_extreme_temperatures_stay_finite(temperature, filters):
+    """Casebook C024."""
     logits = torch.tensor([[-30000.0, 30000.0, 29999.0]])
-    [token] = sampler.sample(logits, [make_sequence(SamplingParams(temperature=temperature, top_p=0.9))])
+    [token] = choose(logits, [make_sequence(SamplingParams(temperature=temperature, **filters))])
     assert token in (0, 1, 2)
 
 
-@pytest.mark.parametrize("top_k", [VOCAB, VOCAB + 1, 9_999_999])
-def test_top_k_beyond_the_vocabulary_is_off(top_k):
+def test_top_k_of_any_size_beside_greedy_neighbours():
     """Casebook C025."""
-    logits = torch.randn(1, VOCAB)
-    off = sampler.sample(logits, [make_sequence(SamplingParams(seed=3))])
-    clamped = SamplingParams(seed=3, top_k=top_k)
-    weights, _ = sampler.filtered_weights(logits[0].double(), clamped)
-    assert len(weights) == VOCAB
-    assert sampler.sample(logits, [make_sequence(clamped)])[0] is not None
-    assert off[0] is not None
+    sizes = [9_999_999, VOCAB, VOCAB + 1, 1, 0]
+    logits = torch.randn(2 * len(sizes), VOCAB)
+    off = make_sequence(SamplingParams(seed=3))
+    sequences = [make_sequence(SamplingParams(seed=3, top_k=size)) for size in sizes]
+    sequences += [make_sequence(SamplingParams(temperature=0.0))] * len(sizes)
+    tokens = choose(logits, sequences)
+    assert tokens[3] == int(logits[3].argmax())
+    assert tokens[len(sizes) :] == logits[len(sizes) :].argmax(-1).tolist()
+    probabilities = kept_probabilities(logits[:3], [SamplingParams(top_k=size) for size in sizes[:3]])
+    assert (probabilities > 0).all()
+    assert choose(logits[4:5], [off]) == [tokens[4]]
 
 
 def test_broken_logits_fail_their_row_only():
-    logits = torch.zeros(3, VOCAB)
+    logits = torch.zeros(5, VOCAB)
     logits[1, 4] = float("nan")
     logits[2, 7] = 5.0
-    greedy = SamplingParams(temperature=0.0)
-    assert sampler.sample(logits, [make_sequence(greedy)] * 3) == [0, None, 7]
+    logits[3, 0] = float("inf")
+    logits[4, :] = -torch.inf
+    params = [SamplingParams(temperature=0.0)] * 3 + [SamplingParams(top_p=0.5, num_logprobs=2)] * 2
+    assert choose(logits, [make_sequence(p) for p in params]) == [0, None, 7, None, None]
 
 
 def test_equal_logits_at_the_edge_of_top_k_are_taken_by_id():
-    weights, token_ids = sampler.filtered_weights(torch.zeros(9, dtype=torch.float64), SamplingParams(top_k=4))
-    assert token_ids.tolist() == [0, 1, 2, 3]
-    assert len(weights) == 4
+    logits = torch.zeros(1, 900)
+    assert kept_probabilities(logits, [SamplingParams(top_k=4)], width=4)[0].nonzero()[0].tolist() == [0, 1, 2, 3]
+    assert kept_probabilities(logits, [SamplingParams(top_p=0.5)], width=4)[0].nonzero()[0].tolist() == list(range(450))
+
+
+def test_ending_tokens_are_impossible_before_min_tokens():
+    """Casebook C017."""
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 1] = 50.0
+    params = SamplingParams(temperature=0.0, min_tokens=3, ending_token_ids=(1,))
+    assert [choose(logits, [make_sequence(params, n)])[0] for n in range(5)] == [0, 0, 0, 1, 1]
+
+
+def test_bias_forces_and_forbids():
+    logits = torch.randn(1, VOCAB) * 3
+    logits[0, 9] = -40
+    forced = SamplingParams(logit_bias=make_bias({9: 100.0}), seed=1)
+    assert choose(logits, [make_sequence(forced)]) == [9]
+    forbidden = SamplingParams(temperature=0.0, logit_bias=make_bias({int(logits.argmax()): -100.0}))
+    assert choose(logits, [make_sequence(forbidden)]) != [int(logits.argmax())]
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
+    """Casebook C026: with top_k 1 and hundreds of biases every value is finite."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, VOCAB)
+    logits[2, 40:] = -torch.inf
+    bias = make_bias(dict.fromkeys(range(5, 45), -100.0))
+    params = [
+        SamplingParams(num_logprobs=20, top_k=1, temperature=0.4),
+        SamplingParams(num_logprobs=0, logit_bias=bias, repetition_penalty=1.5),
+        SamplingParams(num_logprobs=50, temperature=0.0),
+    ]
+    choices = sampler.sample(logits, [make_sequence(p) for p in params])
+    exact = torch.log_softmax(logits.double(), -1)
+    for row, choice in enumerate(choices):
+        found = choice.logprobs
+        assert found.token_ids[0] == choice.token_id
+        assert len(found.token_ids) == 1 + params[row].num_logprobs
+        assert np.isfinite(found.logprobs).all()
+        wanted = exact[row, found.token_ids].clamp(min=sampler.LOWEST_LOGPROB)
+        np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
+        assert found.logprobs[1:] == sorted(found.logprobs[1:], reverse=True)
+    assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3)[0].logprobs is None

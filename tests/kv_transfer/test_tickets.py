@@ -63,6 +63,7 @@ def test_a_failed_write_is_remembered():
 def test_a_ticket_without_pages_still_brings_the_first_token():
     out, incoming = make_ticket(0)
     assert not incoming.is_complete
+    assert not out.is_terminal, "the first token is still to be sent"
     assert (w := out.next_write(0, first_token=3)) is not None
     assert incoming.accept(parse(w))
     assert incoming.is_complete

@@ -55,7 +55,8 @@ class Rig:
         ticket = kv_pb2.PageTicket(request_id=name, agent_name="d/1", page_ids=range(pages), lease_ms=lease_ms)
         command = worker_pb2.PrefillCommand(
             request_id=name, token_ids=token_ids, num_prompt_tokens=len(token_ids), ticket=ticket,
-            stop=worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids), **options,
+            stop=worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids),
+            **({"sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0)} | options),
         )  # fmt: skip
         self.command(session_id, prefill=command)
 
@@ -251,3 +252,48 @@ def test_a_router_that_comes_later_is_told_how_things_stand(rig):
     assert [list(event.added) for event in rig.sessions.of("cache", 2)] == [learned]
     assert len(learned) == 4
     assert len(rig.sessions.of("load")) == before + 1
+
+
+def test_a_ticket_without_pages_brings_the_first_token_over_the_transport(rig):
+    """The decode worker has every page: zero bytes move, and it works all the same."""
+    ticket = kv_pb2.PageTicket(request_id="r", agent_name="d/1", first_page_index=2)
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0)
+    command = worker_pb2.PrefillCommand(
+        request_id="r", token_ids=(1,) * 8, num_prompt_tokens=8, ticket=ticket, sampling=sampling,
+        stop=worker_pb2.StopConfig(max_tokens=5),
+    )  # fmt: skip
+    rig.command(prefill=command)
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    [finished] = rig.sessions.of("transfer_finished")
+    assert finished.kv_transfer.bytes == 0
+    [notification] = rig.owner.take_notifications()
+    message = kv_pb2.KvNotification.FromString(notification.payload)
+    assert (message.num_pages, message.first_token.token_id) == (0, 7)
+
+
+def test_logprobs_of_a_prompt_come_whole_whatever_the_chunks_and_the_cache(rig):
+    rig.submit("warm", range(1, 15))
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 1)
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=2, prompt_logprobs=True)
+    rig.submit("r", range(1, 15), sampling=sampling)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    output = rig.sessions.of("step_output")[-1].outputs[0]
+    assert output.num_cached_tokens == 0
+    assert output.prompt_logprobs.num_top == 2
+    assert list(output.prompt_logprobs.token_ids[::3]) == list(range(2, 15))
+    assert len(output.prompt_logprobs.logprobs) == 13 * 3
+    assert output.logprobs.token_ids[0] == 7
+
+
+def test_a_resumed_prompt_gives_logprobs_of_the_clients_part_only(rig):
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, prompt_logprobs=True)
+    ticket = kv_pb2.PageTicket(request_id="r", agent_name="d/1", page_ids=range(2))
+    command = worker_pb2.PrefillCommand(
+        request_id="r", token_ids=range(1, 8), num_prompt_tokens=4, ticket=ticket, sampling=sampling,
+        stop=worker_pb2.StopConfig(max_tokens=5),
+    )  # fmt: skip
+    rig.command(prefill=command)
+    rig.turn_until(lambda: rig.sessions.of("step_output"))
+    output = rig.sessions.of("step_output")[0].outputs[0]
+    assert list(output.prompt_logprobs.token_ids) == [2, 3, 4]
+    assert not output.HasField("logprobs")

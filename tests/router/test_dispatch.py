@@ -8,97 +8,12 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
-from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.metrics import RouterMetrics
-from router.request import MAX_FRUITLESS_ATTEMPTS, Ended, Request, RequestState, Tokens
-from router.validation import CheckedRequest
-from router.worker_pool import WorkerLink
+from router.output_stream import Ended
+from router.request import MAX_FRUITLESS_ATTEMPTS, RequestState
 from rpc.errors import ResourceExhausted, Unavailable
+from tests.router.rig import Rig, end_of, events, ids
 
 pytestmark = pytest.mark.asyncio
-
-
-def make_link(tier, name, num_pages=400, token_budget=64):
-    link = WorkerLink(f"{name}:1", tier)
-    link.info = wpb.WorkerInfo(worker_id=name, incarnation_id="1", tier=tier)
-    link.info.endpoint.agent_name = f"agent-{name}"
-    limits = link.info.limits
-    limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 1000
-    limits.max_num_sequences = 64
-    link.load.free_pages = num_pages
-    return link
-
-
-class Rig:
-    """A dispatcher over scripted links; `sent` takes the commands queued for a link."""
-
-    def __init__(self, prefill=1, decode=1, loss_seconds=5.0):
-        self.dispatcher = Dispatcher(RouterConfig(model="m", worker_loss_seconds=loss_seconds), "hash", RouterMetrics())
-        self.prefill = [make_link(wpb.TIER_PREFILL, f"p{i}") for i in range(prefill)]
-        self.decode = [make_link(wpb.TIER_DECODE, f"d{i}") for i in range(decode)]
-        pool = self.dispatcher.pool
-        pool.prefill, pool.decode = list(self.prefill), list(self.decode)
-        for link in self.prefill:
-            link.ready_peers = {d.agent_name for d in self.decode}
-
-    def submit(self, num_tokens=20, max_tokens=10, priority=0):
-        stop = wpb.StopConfig(max_tokens=max_tokens)
-        checked = CheckedRequest(
-            "r", (5,) * num_tokens, wpb.SamplingConfig(), stop, (), False, frozenset(), False, "", priority
-        )
-        request = Request(checked, None)
-        self.dispatcher.submit(request)
-        return request
-
-    @staticmethod
-    def sent(link):
-        commands = []
-        while not link.commands.empty():
-            commands.append(link.commands.get_nowait())
-        return commands
-
-    def kinds(self, link):
-        return [command.WhichOneof("command") for command in self.sent(link)]
-
-    def event(self, link, **event):
-        self.dispatcher._on_event(link, wpb.SessionResponse(**event))
-
-    def reserved(self, request, link=None):
-        event = wpb.ReservedEvent(request_id=request.wire_id, attempt=request.attempt)
-        self.event(link or self.decode[0], reserved=event)
-
-    def tokens(self, request, link, first_index, *ids, finish=pb.FINISH_REASON_UNSPECIFIED):
-        output = wpb.TokenOutput(
-            request_id=request.wire_id,
-            attempt=request.attempt,
-            first_index=first_index,
-            token_ids=ids,
-            finish_reason=finish,
-        )
-        self.event(link, step_output=wpb.StepOutput(outputs=[output]))
-
-    def transferred(self, request, link):
-        event = wpb.TransferFinishedEvent(request_id=request.wire_id, attempt=request.attempt)
-        event.kv_transfer.bytes = 7
-        self.event(link, transfer_finished=event)
-
-    def lose(self, link):
-        link.info = None
-        for prefill in self.prefill:
-            prefill.ready_peers.discard(f"agent-{link.address.split(':')[0]}")
-        self.dispatcher._on_lost(link)
-
-
-def events(request):
-    found = []
-    while not request.events.empty():
-        found.append(request.events.get_nowait())
-    return found
-
-
-def ids(found):
-    return [token for event in found if isinstance(event, Tokens) for token in event.token_ids]
 
 
 async def test_a_request_goes_reserve_prefill_decode_and_ends_with_final_numbers():
@@ -241,7 +156,7 @@ async def test_a_request_that_lost_its_last_pair_waits_a_stated_time():
     request = rig.submit()
     rig.lose(rig.decode[0])
     assert request.state is RequestState.QUEUED
-    ended = await request.events.get()
+    ended = await end_of(request)
     assert isinstance(ended.error, Unavailable)
     assert rig.dispatcher.num_queued == 0
 
@@ -285,7 +200,7 @@ async def test_a_request_that_no_present_pair_can_hold_does_not_block_the_others
     rig.lose(rig.decode[0])
     small = rig.submit(num_tokens=20, max_tokens=10)
     assert small.decode is rig.decode[1]
-    ended = await large.events.get()
+    ended = await end_of(large)
     assert isinstance(ended.error, Unavailable)
 
 
@@ -295,7 +210,7 @@ async def test_requests_that_lost_all_workers_do_not_wait_one_after_another():
     rig.lose(rig.decode[0])
     started = time.monotonic()
     for request in requests:
-        assert isinstance((await request.events.get()).error, Unavailable)
+        assert isinstance((await end_of(request)).error, Unavailable)
     assert time.monotonic() - started < 5 * 0.1
 
 
@@ -362,3 +277,96 @@ async def test_short_prompts_overtake_long_ones_with_bounded_slowdown_but_not_fo
     for _ in range(100):
         last = rig.submit(num_tokens=60)
     assert waiting.order < last.order
+
+
+async def test_a_request_that_was_handed_back_goes_on_ahead_of_new_ones():
+    rig = Rig()
+    [p], [d] = rig.prefill, rig.decode
+    request = rig.submit(num_tokens=40)
+    rig.reserved(request)
+    rig.tokens(request, p, 0, 11)
+    rig.transferred(request, p)
+    rig.tokens(request, d, 1, 12)
+    d.is_full = True
+    waiting = rig.submit(priority=0)
+    rig.sent(d)
+    rig.preempted(request, 11, 12)
+    assert rig.dispatcher._queue.in_order() == [request, waiting]
+    assert rig.kinds(d) == [], "decode let go by itself: nothing to abort"
+    d.is_full = False
+    rig.dispatcher._bind_waiting()
+    [reserve, _] = rig.sent(d)
+    assert list(reserve.reserve.token_ids) == [5] * 40 + [11, 12]
+    assert (reserve.reserve.num_prompt_tokens, reserve.reserve.attempt) == (40, 1)
+    assert reserve.reserve.was_preempted
+    rig.reserved(request)
+    rig.tokens(request, p, 2, 13)
+    assert ids(events(request)) == [11, 12, 13]
+
+
+async def test_the_first_token_may_come_with_the_hand_back_and_late_from_prefill():
+    rig = Rig()
+    [p], [d] = rig.prefill, rig.decode
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, d, 1, 12)
+    rig.preempted(request, 11, 12)
+    rig.tokens(request, p, 0, 11)  # of the attempt that is over
+    assert ids(events(request)) == [11, 12]
+    assert rig.sent(d)[-1].reserve.attempt == 1
+
+
+async def test_tokens_without_their_logprobs_are_computed_again():
+    rig = Rig()
+    request = rig.submit(num_logprobs=2)
+    rig.reserved(request)
+    rig.tokens(request, rig.decode[0], 1, 12)
+    rig.preempted(request, 11, 12)
+    assert ids(events(request)) == []
+    assert list(rig.sent(rig.decode[0])[-1].reserve.token_ids) == [5] * 20
+
+
+async def test_prompt_logprobs_are_asked_for_until_they_came():
+    rig = Rig(prefill=2)
+    request = rig.submit(num_logprobs=0, prompt_logprobs=True)
+    first = request.prefill
+    rig.reserved(request)
+    assert rig.sent(first)[0].prefill.sampling.prompt_logprobs
+    rig.lose(first)
+    rig.reserved(request)
+    second = request.prefill
+    assert rig.sent(second)[-1].prefill.sampling.prompt_logprobs
+    rig.tokens(request, second, 0, 11)
+    rig.preempted(request, 11)
+    rig.reserved(request)
+    assert not rig.sent(request.prefill)[-1].prefill.sampling.prompt_logprobs
+
+
+async def test_tokens_of_a_slow_reader_are_merged_in_order():
+    rig = Rig()
+    request = rig.submit(max_tokens=100)
+    rig.reserved(request)
+    rig.tokens(request, rig.prefill[0], 0, 10)
+    for index in range(1, 20):
+        rig.tokens(request, rig.decode[0], index, 10 + index)
+    [tokens] = events(request)
+    assert tokens.token_ids == tuple(range(10, 30))
+
+
+async def test_a_reader_that_is_too_slow_loses_its_request_and_frees_the_workers():
+    rig = Rig(max_unread_tokens=5)
+    request, other = rig.submit(max_tokens=100), rig.submit(max_tokens=100)
+    for r in (request, other):
+        rig.reserved(r)
+        rig.tokens(r, rig.prefill[0], 0, 10)
+    rig.sent(rig.decode[0])
+    for index in range(1, 7):
+        rig.tokens(request, rig.decode[0], index, 11)
+        rig.tokens(other, rig.decode[0], index, 11)
+        assert len(ids(events(other))) == (2 if index == 1 else 1)
+    [ended] = events(request)
+    assert isinstance(ended.error, ResourceExhausted)
+    assert "6 tokens wait for it, 5 may" in ended.error.message
+    assert rig.kinds(rig.decode[0]) == ["abort"]
+    assert rig.metrics.slow_readers._value.get() == 1
+    assert request.output.num_waiting == 0

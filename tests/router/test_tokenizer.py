@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tokenizer import IncrementalDetokenizer, StopStrings, Tokenizer, _eos_token_ids
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer, _eos_token_ids
 from rpc.errors import InvalidArgument
 
 
@@ -38,7 +39,7 @@ def test_pieces_join_to_the_whole_and_never_show_half_a_character(text, which, r
     """Casebook C002, C003, C011."""
     tokenizer = request.getfixturevalue(which)
     ids = tokenizer.encode(text)
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.add([token]) for token in ids]
     pieces.append(detokenizer.finish())
     assert "".join(pieces) == tokenizer.decode(ids) == text
@@ -48,14 +49,14 @@ def test_pieces_join_to_the_whole_and_never_show_half_a_character(text, which, r
 
 def test_ascii_text_is_never_held_back(real):
     """Casebook C006."""
-    detokenizer = IncrementalDetokenizer(real)
+    detokenizer = real.detokenizer()
     assert all(detokenizer.add([token]) for token in real.encode("The quick brown fox jumps over the lazy dog."))
 
 
 def test_an_answer_that_ends_inside_a_character_keeps_its_tail(by_byte):
     """Casebook C005."""
     ids = by_byte.encode("😀")[:2]
-    detokenizer = IncrementalDetokenizer(by_byte)
+    detokenizer = by_byte.detokenizer()
     assert [detokenizer.add([token]) for token in ids] == ["", ""]
     assert detokenizer.finish() == by_byte.decode(ids)
 
@@ -65,7 +66,7 @@ def test_random_ids_join_to_the_whole(real):
     rng = random.Random(0)
     for _ in range(50):
         ids = rng.choices(range(3, 49152), k=40)
-        detokenizer = IncrementalDetokenizer(real)
+        detokenizer = real.detokenizer()
         joined = "".join(detokenizer.add([token]) for token in ids) + detokenizer.finish()
         assert joined == real.decode(ids)
         joined.encode("utf-8")

@@ -50,16 +50,24 @@ def check(request, tokenizer, limits=LIMITS):
         ({"sampling__top_p": 1.001}, "sampling.top_p", r"\(0, 1\]"),
         ({"sampling__top_p": NAN}, "sampling.top_p", r"\(0, 1\]"),
         ({"sampling__top_k": -2}, "sampling.top_k", "-1 for off"),
-        ({"sampling__min_p": 0.1}, "sampling.min_p", "not served"),
-        ({"sampling__repetition_penalty": 1.2}, "sampling.repetition_penalty", "not served"),
-        ({"sampling__repetition_penalty": 0.0}, "sampling.repetition_penalty", "not served"),
-        ({"sampling__presence_penalty": 1.0}, "sampling.presence_penalty", "not served"),
-        ({"sampling__frequency_penalty": NAN}, "sampling.frequency_penalty", "not served"),
-        ({"sampling__logit_bias": {3: 1.0}}, "sampling.logit_bias", "not served"),
-        ({"sampling__n": 2}, "sampling.n", "not served"),
-        ({"stop__min_tokens": 3}, "stop.min_tokens", "not served"),
-        ({"num_logprobs": 1}, "num_logprobs", "not served"),
-        ({"echo_prompt_logprobs": True}, "echo_prompt_logprobs", "not served"),
+        ({"sampling__min_p": -0.1}, "sampling.min_p", r"\[0.0, 1.0\]"),
+        ({"sampling__min_p": 1.1}, "sampling.min_p", r"\[0.0, 1.0\]"),
+        ({"sampling__min_p": NAN}, "sampling.min_p", "is nan"),
+        ({"sampling__repetition_penalty": 0.0}, "sampling.repetition_penalty", r"\[0.01, 10.0\]"),
+        ({"sampling__repetition_penalty": -1.0}, "sampling.repetition_penalty", r"\[0.01, 10.0\]"),
+        ({"sampling__repetition_penalty": NAN}, "sampling.repetition_penalty", "is nan"),
+        ({"sampling__presence_penalty": 2.1}, "sampling.presence_penalty", r"\[-2.0, 2.0\]"),
+        ({"sampling__frequency_penalty": NAN}, "sampling.frequency_penalty", "is nan"),
+        ({"sampling__frequency_penalty": math.inf}, "sampling.frequency_penalty", "is inf"),
+        ({"sampling__logit_bias": {VOCAB: -100.0}}, r"sampling.logit_bias\[320\]", r"must be in \[0, 320\)"),
+        ({"sampling__logit_bias": {-1: 5.0}}, r"sampling.logit_bias\[-1\]", "is no token"),
+        ({"sampling__logit_bias": {3: NAN}}, r"sampling.logit_bias\[3\]", "is nan"),
+        ({"sampling__logit_bias": {3: math.inf}}, r"sampling.logit_bias\[3\]", "is inf"),
+        ({"sampling__logit_bias": {3: 1e9}}, r"sampling.logit_bias\[3\]", r"\[-100.0, 100.0\]"),
+        ({"sampling__logit_bias": dict.fromkeys(range(1025), 1.0)}, "sampling.logit_bias", "at most 1024"),
+        ({"sampling__n": 33}, "sampling.n", r"\[1, 32\]"),
+        ({"stop__min_tokens": 5, "stop__max_tokens": 4}, "stop.min_tokens", "at most max_tokens, 4"),
+        ({"num_logprobs": 21}, "num_logprobs", r"\[0, 20\]"),
         ({"priority": 1001}, "priority", r"\[-1000, 1000\]"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
         ({"stop__max_tokens": 0}, "stop.max_tokens", "at least 1"),
@@ -113,8 +121,49 @@ def test_defaults_are_filled_in(tokenizer):
     assert checked.request_id.startswith("req-")
 
 
-def test_neutral_values_of_unserved_fields_are_fine(tokenizer):
-    check(make_request(sampling__n=1, sampling__repetition_penalty=1.0, sampling__min_p=0.0), tokenizer)
+def test_every_sampling_field_reaches_the_workers(tokenizer):
+    """Casebook C028: the last id of the vocabulary may have a bias."""
+    checked = check(
+        make_request(
+            sampling__min_p=0.25,
+            sampling__repetition_penalty=1.5,
+            sampling__presence_penalty=-2.0,
+            sampling__frequency_penalty=2.0,
+            sampling__logit_bias={VOCAB - 1: 5.0, 3: -100.0},
+            sampling__n=4,
+            num_logprobs=20,
+            echo_prompt_logprobs=True,
+            stop__min_tokens=3,
+            stop__stop_token_ids=[9],
+        ),
+        tokenizer,
+    )
+    sampling = checked.sampling
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
+    assert (list(sampling.bias_token_ids), list(sampling.biases)) == ([3, VOCAB - 1], [-100.0, 5.0])
+    assert (sampling.num_logprobs, sampling.prompt_logprobs) == (20, True)
+    assert (checked.num_answers, checked.stop.min_tokens, list(checked.stop.stop_token_ids)) == (4, 3, [1, 9])
+    answers = [checked.answer(index).sampling for index in range(4)]
+    assert [a.choice_index for a in answers] == [0, 1, 2, 3]
+    assert [a.prompt_logprobs for a in answers] == [True, False, False, False]
+    assert {a.seed for a in answers} == {sampling.seed}
+
+
+def test_unset_and_zero_are_told_apart_where_it_matters(tokenizer):
+    assert not check(make_request(), tokenizer).sampling.HasField("num_logprobs")
+    assert check(make_request(num_logprobs=0), tokenizer).sampling.HasField("num_logprobs")
+    assert check(make_request(), tokenizer).sampling.repetition_penalty == 1
+    assert check(make_request(sampling__n=0), tokenizer).num_answers == 1
+
+
+def test_an_answer_that_every_token_ends_can_not_have_min_tokens(tokenizer):
+    limits = ClusterLimits(64, 3, 8, 100, 100)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2]))
+    request.stop.stop_token_ids.extend([0, 2])
+    request.stop.min_tokens = 1
+    with pytest.raises(InvalidArgument, match=r"stop.min_tokens: is 1, but every token ends the answer"):
+        check(request, tokenizer, limits)
 
 
 def test_seeds_are_drawn_differently_if_unset_and_kept_if_set(tokenizer):

@@ -1,0 +1,112 @@
+"""One answer of a request: its tokens become text, with stops cut and log-probabilities beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos import inference_pb2
+from router.output_stream import Ended, Position, Tokens
+from router.request import Request
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer
+
+
+class Answer:
+    """Reads a request's output and makes responses of it."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer) -> None:
+        self.request, self.index, self._tokenizer = request, index, tokenizer
+        self.num_tokens = 0
+        """Tokens of the answer so far, the ending one included."""
+        self.is_stopped = False
+        """A stop string was found: no worker knows that the answer is whole."""
+        self.is_over = False
+        """The last response was made."""
+        checked = request.checked
+        self._detokenizer = tokenizer.detokenizer(checked.include_special_tokens)
+        self._stops = StopStrings(checked.stop_strings, checked.include_stop)
+        self._last = inference_pb2.GenerateResponse(request_id=checked.request_id, index=index)
+
+    def take(self) -> list[inference_pb2.GenerateResponse]:
+        """Responses for what came since the last call, if any. Raises the RequestError that ended the request."""
+        responses = []
+        for event in self.request.output.take():
+            if isinstance(event, Ended):
+                if event.error is not None:
+                    raise event.error
+                self.is_over = True
+                responses.append(self._finish())
+            elif not self._last.finish_reason:  # else these came after a stop string
+                response = self._read(event)
+                if response.text or response.token_ids or response.logprobs or response.prompt_logprobs:
+                    responses.append(response)
+        return responses
+
+    def _read(self, tokens: Tokens) -> inference_pb2.GenerateResponse:
+        checked = self.request.checked
+        text: list[str] = []
+        num_read = 0
+        for token in tokens.token_ids:
+            num_read += 1
+            self.num_tokens += 1
+            is_last = num_read == len(tokens.token_ids) and tokens.finish_reason
+            text.append(self._stops.add(self._text(token, tokens, is_last=bool(is_last)), self._may_stop()))
+            if self._stops.matched is not None:
+                self.is_stopped = not is_last
+                self._last.finish_reason = inference_pb2.FINISH_REASON_STOP
+                self._last.stop_reason = self._stops.matched
+                break
+        else:
+            if tokens.finish_reason:
+                text.append(self._stops.finish())
+                self._note_end(tokens)
+        return inference_pb2.GenerateResponse(
+            request_id=checked.request_id,
+            index=self.index,
+            text="".join(text),
+            token_ids=tokens.token_ids[:num_read] if checked.return_token_ids else (),
+            logprobs=self._logprobs(tokens.logprobs[:num_read]),
+            prompt_logprobs=self._logprobs(tokens.prompt_logprobs),
+        )
+
+    def _text(self, token: int, tokens: Tokens, is_last: bool) -> str:
+        """The text that a token makes final. The one that ends the answer is not text, unless it is to be included."""
+        checked = self.request.checked
+        ends_by_token = is_last and tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
+        text = "" if ends_by_token and not checked.include_stop else self._detokenizer.add((token,))
+        return text + self._detokenizer.finish() if is_last else text
+
+    def _may_stop(self) -> bool:
+        return self.num_tokens >= self.request.checked.stop.min_tokens
+
+    def _note_end(self, tokens: Tokens) -> None:
+        """A worker ended the answer."""
+        ending = tokens.token_ids[-1]
+        self._last.finish_reason = tokens.finish_reason
+        is_stop = tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
+        if is_stop and ending not in self.request.checked.eos_token_ids:
+            self._last.stop_reason = str(ending)
+
+    def _logprobs(self, positions: Iterable[Position]) -> list[inference_pb2.PositionLogprobs]:
+        return [
+            inference_pb2.PositionLogprobs(chosen=entries[0], top=entries[1:])
+            for entries in (
+                [
+                    inference_pb2.TokenLogprob(
+                        token_id=token, logprob=value, token_bytes=self._tokenizer.token_bytes(token)
+                    )
+                    for token, value in zip(position.token_ids, position.logprobs, strict=True)
+                ]
+                for position in positions
+            )
+        ]
+
+    def _finish(self) -> inference_pb2.GenerateResponse:
+        request, last = self.request, self._last
+        last.usage.prompt_tokens = len(request.checked.prompt_token_ids)
+        last.usage.cached_tokens = request.num_cached_tokens
+        last.usage.completion_tokens = self.num_tokens
+        last.timings.CopyFrom(request.timings)
+        last.kv_transfer.CopyFrom(request.kv_transfer)
+        last.seed = request.checked.sampling.seed
+        return last
