@@ -1,10 +1,13 @@
-"""Chooses next tokens: greedy, or by inverse CDF with counter-based randomness. One pass over the whole batch.
+"""Chooses next tokens: greedy, or by chance with counter-based randomness. One pass over the whole batch.
 
-The random number of a token depends on (seed, choice index, token index) only, so an answer does not depend on
-its batch, its worker, its tier or a retry, and there is no generator state to hand over.
+Chance is the Gumbel-max trick: every candidate's log-weight gets its own Gumbel number, the largest sum wins (Gumbel
+1954; Maddison et al. 2014, arXiv 1411.0030). The numbers depend on (seed, choice index, token index, token id) only, so
+an answer does not depend on its batch, its worker, its tier or a retry, and there is no generator state to hand over.
+An inverse CDF with one number per token would do for that if logits were always the same to the last bit, but they are
+not: matrix products of other shapes round otherwise. Such noise moves every boundary of a large vocabulary's CDF at
+once, and was seen to change a few tokens in a thousand. Here it only matters if the two best sums are as near as that.
 
 Everything is done for all rows together; the loops here are over widths of the candidate list, never over requests.
-Sums over a vocabulary are taken in float64, so that they do not depend on how a batch is blocked.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from engine.token_history import TokenHistory
 _FIRST_CANDIDATES = 256
 """Likeliest tokens looked at first by the filters; widened for rows whose filters may keep more."""
 _BLOCK = 64
-"""Weights summed together in the search over a whole vocabulary."""
+"""Tokens that a draw from a whole vocabulary takes together at first: then far fewer numbers are needed."""
 LOWEST_LOGPROB = -10_000.0
 """Given for tokens that the model makes impossible, so that every value is finite."""
 
@@ -45,13 +48,6 @@ class Choice:
     """None where the model gave NaN or infinity: that request fails, its neighbours go on."""
     logprobs: TokenLogprobs | None = None
     """If asked for: those of the model, before penalties, bias, temperature and filters."""
-
-
-def uniform(seed: int, choice_index: int, token_index: int) -> float:
-    """A number in [0, 1) with 53 random bits that depends on its arguments only (BLAKE2b as a counter-based hash)."""
-    key = struct.pack("<QIQ", seed, choice_index, token_index)
-    bits = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11
-    return bits / (1 << 53)
 
 
 @torch.inference_mode()
@@ -170,34 +166,34 @@ def _joined(arrays: Iterable[array[int] | array[float]], dtype: torch.dtype, dev
     return torch.frombuffer(joined, dtype=dtype).to(device) if joined else torch.empty(0, dtype=dtype, device=device)
 
 
-# Chance: inverse CDF.
+# Chance.
 
 
 class _Draw:
-    """Draws one token per row of logits [n, vocab_size], each with its own parameters and random number."""
+    """Draws one token per row of logits [n, vocab_size], each with its own parameters and random numbers."""
 
     def __init__(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         self._logits, self._params = logits, [s.sampling for s in sequences]
-        numbers = [uniform(s.sampling.seed, s.sampling.choice_index, s.num_output_tokens) for s in sequences]
-        self._numbers = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+        keys = [row_key(s.sampling.seed, s.sampling.choice_index, s.num_output_tokens) for s in sequences]
+        self._keys = torch.tensor(keys, device=logits.device)
         self._highest = logits.amax(dim=-1, keepdim=True)
 
     def from_all(self) -> torch.Tensor:
-        """From the whole vocabulary: the block in which the cumulated weight passes the number, then the token."""
+        """From the whole vocabulary: first a block of tokens by its weight, then a token of the block."""
         num_rows, vocab_size = self._logits.shape
         num_blocks = -(-vocab_size // _BLOCK)
         padded = torch.zeros(num_rows, num_blocks * _BLOCK, device=self._logits.device)
         padded[:, :vocab_size] = self._weights()
         blocks = padded.view(num_rows, num_blocks, _BLOCK)
-        sums = blocks.sum(dim=-1, dtype=torch.float64)
-        wanted = self._numbers * sums.sum(dim=-1)
-        block = _pass(sums, wanted)
-        rows = torch.arange(num_rows, device=block.device)
-        before = sums.cumsum(dim=-1)[rows, block] - sums[rows, block]
-        return block * _BLOCK + _pass(blocks[rows, block].double(), wanted - before)
+        block_ids = torch.arange(num_blocks, device=padded.device).expand(num_rows, -1)
+        block = _heaviest(blocks.sum(dim=-1, dtype=torch.float64), self._keys, block_ids + _BLOCK_DOMAIN)
+        token_ids = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=padded.device)
+        rows = torch.arange(num_rows, device=padded.device)
+        place = _heaviest(blocks[rows, block].double(), self._keys, token_ids)
+        return token_ids[rows, place]
 
     def from_candidates(self) -> torch.Tensor:
-        """From what the filters leave, likeliest first."""
+        """From what the filters leave."""
         num_rows, vocab_size = self._logits.shape
         chosen = torch.empty(num_rows, dtype=torch.long, device=self._logits.device)
         totals = self._weights().sum(dim=-1, dtype=torch.float64)
@@ -205,7 +201,7 @@ class _Draw:
         while len(pending):
             params = [self._params[row] for row in pending.tolist()]
             kept = keep(self._logits[pending], params, totals[pending], width)
-            place = _pass(kept.weights, self._numbers[pending] * kept.weights.sum(dim=-1))
+            place = _heaviest(kept.weights, self._keys[pending], kept.token_ids)
             chosen[pending] = kept.token_ids.gather(1, place.unsqueeze(1)).squeeze(1)
             pending, width = pending[~kept.is_complete], min(width * 8, vocab_size)
         return chosen
@@ -214,6 +210,44 @@ class _Draw:
         """Unnormalised probabilities [n, vocab_size], float32; the likeliest token has 1."""
         temperature = torch.tensor([[p.temperature] for p in self._params], device=self._logits.device)
         return torch.exp((self._logits - self._highest) / temperature)
+
+
+def row_key(seed: int, choice_index: int, token_index: int) -> int:
+    """A signed 64-bit number that depends on its arguments only: the key of one token's random numbers."""
+    key = struct.pack("<QIQ", seed, choice_index, token_index)
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+
+def uniform(keys: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """Numbers in (0, 1), float64, that depend on (key of the row, item) only.
+
+    SplitMix64 (Steele, Lea, Flood 2014) with the item as counter. keys: [n] int64; items: [n, m] int64.
+    """
+    bits = keys.unsqueeze(1) + items * _GOLDEN
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    bits = bits ^ _shift_right(bits, 31)
+    return (_shift_right(bits, 11).double() + 0.5) / 2.0**53
+
+
+def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """Of unsigned numbers, which torch has in int64."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+_GOLDEN, _MIX_1, _MIX_2 = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_BLOCK_DOMAIN = 1 << 40
+"""Keeps the numbers of blocks apart from those of tokens."""
+
+
+def _heaviest(weights: torch.Tensor, keys: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    """Per row [n, m] (float64) a place by chance, each with the probability of its weight; never one without weight."""
+    gumbel = -torch.log(-torch.log(uniform(keys, items)))
+    return (torch.log(weights) + gumbel).argmax(dim=-1)
 
 
 @dataclass(frozen=True)
@@ -262,14 +296,3 @@ def _likeliest(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Te
     ids, by_id = top.indices.sort(dim=-1)
     values, order = top.values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(1, order)
-
-
-def _pass(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Per row [n, m] (float64), the first place at which the cumulated weight passes `wanted` [n].
-
-    Never a place without weight, whatever rounding does to `wanted`.
-    """
-    cumulated = torch.cumsum(weights, dim=-1)
-    place = torch.searchsorted(cumulated, wanted.clamp(min=0.0).unsqueeze(1), right=True).squeeze(1)
-    last_with_weight = (cumulated < cumulated[:, -1:]).sum(dim=-1)
-    return torch.minimum(place, last_with_weight)

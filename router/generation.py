@@ -85,8 +85,8 @@ class Generator:
             for answer in open_answers:
                 for response in self._take(answer):
                     yield response
-            if siblings and first.num_tokens:
-                # The others come when the first has computed the prompt: its pages are in the caches of both tiers.
+            if siblings and (first.num_tokens > 1 or first.is_over):
+                # The others come when the first one decodes: its prompt's pages are in the caches of both tiers.
                 for sibling in siblings:
                     self._dispatcher.submit(sibling.request)
                 siblings = []

@@ -52,8 +52,13 @@ def test_eight_copies_cold_then_warm_then_at_once(shared, cluster, reference):
         for result in (cold, warm, *at_once):
             assert list(result.token_ids) == expected
             assert result.kv_transfer.decode_computed_prompt_tokens == 0
-            # Decode has no prefix cache yet, so all pages travel, found or computed.
-            assert result.kv_transfer.bytes == cold.kv_transfer.bytes > 0
+        # Decode has the full pages of earlier ones too: only the last, partly filled one is sent again.
+        num_pages = -(-len(prompt) // PAGE)
+        page_bytes = cold.kv_transfer.bytes // (num_pages - cold.kv_transfer.decode_cached_tokens // PAGE)
+        assert cold.kv_transfer.decode_cached_tokens == shared // PAGE * PAGE * number
+        for result in (warm, *at_once):
+            assert result.kv_transfer.decode_cached_tokens == len(prompt) // PAGE * PAGE
+            assert result.kv_transfer.bytes == (num_pages - len(prompt) // PAGE) * page_bytes
 
 
 def test_eight_copies_at_once_cold(cluster, reference):
