@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test check protos bench-engine bench-prefill bench-policy clean
+.PHONY: setup demo test check protos bench-engine bench-prefill bench-policy bench-decode bench-chat clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,12 @@ bench-prefill: setup
 
 bench-policy: setup
 	$(BIN)/python -m benchmarks.policy
+
+bench-decode: setup
+	$(BIN)/python -m benchmarks.decode
+
+bench-chat: setup
+	$(BIN)/python -m benchmarks.chat
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,10 +7,6 @@ reading the weights and the KV once, whichever is longer.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -19,97 +15,17 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.machine import Bounds, MachineRates, make_sequences, matrix_rate, read_rate, typical
 from engine.config import DTypeName, EngineConfig
 from engine.kv_cache import KvCache
-from engine.loader import LoadedModel, load_model, resolve_dtype, set_threads
+from engine.loader import load_model, resolve_dtype, set_threads
 from engine.model_runner import ModelRunner
 from engine.model_store import DEFAULT_MODEL, resolve_model
-from engine.sequence import ScheduledSequence, Sequence, num_pages_for
+from engine.sequence import ScheduledSequence, num_pages_for
 
 CHUNKS = (128, 512, 2048)
 BATCHES = (1, 8, 32)
 CONTEXTS = (256, 1024)
-
-
-@dataclass(frozen=True)
-class MachineRates:
-    """What the machine can do at best, measured."""
-
-    matrix_gflops: float
-    read_gbs: float
-
-
-def fastest(action: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` runs, after one that does not count."""
-    action()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def typical(action: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `repeats` runs, after one that does not count."""
-    action()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def matrix_rate(dtype: torch.dtype) -> float:
-    """GFLOP/s of a large matrix product."""
-    size = 2048
-    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / fastest(lambda: torch.nn.functional.linear(left, right), 8) / 1e9
-
-
-def read_rate() -> float:
-    """GB/s of reading memory once, from arrays far larger than the caches."""
-    numbers = torch.ones(64 * 1024 * 1024)
-    return numbers.numel() * 4 / fastest(numbers.sum, 8) / 1e9
-
-
-def make_sequences(count: int, context: int, page_size: int) -> list[Sequence]:
-    """Sequences whose first `context - 1` tokens count as computed, with pages for `context` tokens."""
-    pages_each = num_pages_for(context, page_size)
-    return [
-        Sequence(
-            str(i),
-            [(i * 31 + t * 7) % 1000 + 10 for t in range(context)],
-            context,
-            page_table=list(range(i * pages_each, (i + 1) * pages_each)),
-            num_computed_tokens=context - 1,
-        )
-        for i in range(count)
-    ]
-
-
-class Bounds:
-    """Lower bounds on a step's time from the model's size and the machine's rates."""
-
-    def __init__(self, loaded: LoadedModel, rates: MachineRates) -> None:
-        self._body, self._head = loaded.num_parameters.body, loaded.num_parameters.head
-        self._loaded, self._rates = loaded, rates
-        self._item = torch.empty((), dtype=loaded.dtype).element_size()
-
-    def seconds(self, num_tokens: int, num_sampled: int, contexts: list[int], attended: int) -> float:
-        """At least this long for `num_tokens` new tokens, of which `num_sampled` get logits.
-
-        contexts: tokens of KV read per sequence; attended: (query, key) pairs in all.
-        """
-        shape = self._loaded.kv_shape
-        kv_token_bytes = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * self._item
-        flops = 2 * (self._body * num_tokens + self._head * num_sampled)
-        flops += 4 * self._loaded.num_query_heads * shape.head_dim * attended * shape.num_layers
-        weights = self._body + (self._head if num_sampled else 0)
-        read = weights * self._item + sum(contexts) * kv_token_bytes
-        bound: float = max(flops / self._rates.matrix_gflops, read / self._rates.read_gbs) / 1e9
-        return bound
 
 
 def main(

@@ -5,7 +5,7 @@ they get. For an answer of `n` tokens so far the forecast is a quantile of the l
 class, that are above `n`. Until a class has been seen often enough, the forecast is `max_tokens` itself.
 
 Which quantile is learned too: each time memory ran out it moves up, with each answer that ended it moves down a
-little, so that hand-backs stay rare (about one in fifty answers) without memory standing idle.
+little, so that hand-backs stay rare without memory standing idle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AnswerLengths:
         self.quantile = (LOWEST_QUANTILE + HIGHEST_QUANTILE) / 2
 
     def learn(self, num_output_tokens: int, max_tokens: int) -> None:
-        """An answer ended, for whatever reason that was its own."""
+        """An answer ended here, other than by being handed back."""
         recent, ordered = self._recent[max_tokens.bit_length()], self._sorted[max_tokens.bit_length()]
         recent.append(num_output_tokens)
         bisect.insort(ordered, num_output_tokens)

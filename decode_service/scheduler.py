@@ -36,8 +36,6 @@ class DecodeStep:
     """One token per sequence."""
     preempted: tuple[Sequence, ...] = ()
     """Their pages were needed: to be handed back to the router."""
-    exhausted: tuple[Sequence, ...] = ()
-    """Can't grow even alone in the pool."""
 
 
 @dataclass(eq=False)
@@ -46,8 +44,6 @@ class _Admitted:
     max_tokens: int
     was_preempted: bool
     arrival: int
-    num_matched_pages: int
-    """Pages found in the cache; others may hold them too."""
     is_running: bool = False
 
     @property
@@ -108,7 +104,7 @@ class DecodeScheduler:
         self._pool.hold(matched)
         missing = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
         sequence.page_table = matched
-        new = _Admitted(sequence, max_tokens, was_preempted, next(self._arrivals), len(matched))
+        new = _Admitted(sequence, max_tokens, was_preempted, next(self._arrivals))
         page_ids = self._pool.allocate(missing) if self._fits(new, missing) else None
         if page_ids is None:
             self._pool.release(reversed(matched))
@@ -127,22 +123,36 @@ class DecodeScheduler:
 
     def schedule(self) -> DecodeStep | None:
         """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one."""
-        running = sorted((a for a in self._admitted.values() if a.is_running), key=lambda a: a.seniority)
+        waiting = sorted((a for a in self._admitted.values() if a.is_running), key=lambda a: a.seniority)
         batch: list[ScheduledSequence] = []
         preempted: list[Sequence] = []
-        exhausted: list[Sequence] = []
-        while running:
-            first = running.pop(0)
-            while not self._grow(first.sequence) and running:
-                preempted.append(self._preempt(running.pop()))
+        while waiting:
+            first = waiting.pop(0)
+            while not self._grow(first.sequence) and (victim := self._youngest_with_pages(waiting)) is not None:
+                waiting.remove(victim)
+                preempted.append(self._preempt(victim))
             if self._has_room(first.sequence):
                 batch.append(ScheduledSequence(first.sequence, 1))
             elif batch:
                 preempted.append(self._preempt(first))
-            elif self._owns_pool_alone(first):
-                exhausted.append(first.sequence)
-            # Else it waits: those that are still being filled, or a writer that lets go, bring pages.
-        return DecodeStep(tuple(batch), tuple(preempted), tuple(exhausted)) if batch or preempted or exhausted else None
+            elif (reserved := self._youngest_with_pages(self._being_filled())) is not None:
+                # Rather than that an older one waits for a foreign prompt: that one gives its reservation back.
+                preempted.append(self._preempt(reserved))
+            # Else it waits for a writer to let go of pages.
+        if preempted:
+            self.lengths.ran_out()
+        return DecodeStep(tuple(batch), tuple(preempted)) if batch or preempted else None
+
+    def _youngest_with_pages(self, candidates: Iterable[_Admitted]) -> _Admitted | None:
+        """The next victim: the youngest that would give pages back."""
+        fitting = [a for a in candidates if self._pool.num_exclusive(a.sequence.page_table)]
+        return max(fitting, key=lambda a: a.seniority, default=None)
+
+    def _being_filled(self) -> list[_Admitted]:
+        """Those that wait for their KV; none while pages of earlier ones are still on their way back from a writer."""
+        if self._pool.counts().quarantined:
+            return []
+        return [a for a in self._admitted.values() if not a.is_running]
 
     def update(self, step: DecodeStep) -> None:
         """Takes note that a step was computed."""
@@ -166,12 +176,13 @@ class DecodeScheduler:
 
     def _fits(self, new: _Admitted, missing: int) -> bool:
         """Whether `missing` pages can be taken now, and those that all will need later."""
+        available = self._pool.num_available
+        if missing > available:
+            return False
         everyone = [*self._admitted.values(), new]
-        if self._admission == "full":
-            needed = sum(self._growth_pages(a, a.sequence.num_prompt_tokens + a.max_tokens) for a in everyone)
-        else:
-            needed = self._peak_growth_pages(everyone)
-        return max(missing, needed) <= self._pool.num_available
+        # If the sum fits, so does the peak, which takes longer to find.
+        in_all = sum(self._growth_pages(a, self._final_num_tokens(a)) for a in everyone)
+        return in_all <= available or (self._admission == "learned" and self._peak_growth_pages(everyone) <= available)
 
     def _peak_growth_pages(self, everyone: Iterable[_Admitted]) -> int:
         """Most pages that will be taken on top of those taken now, if every forecast is right."""
@@ -180,7 +191,7 @@ class DecodeScheduler:
         for place, (steps, ending) in enumerate(by_end):
             taken = sum(self._growth_pages(a, a.sequence.num_tokens + steps) for _, a in by_end[place:])
             peak = max(peak, taken - freed)
-            freed += len(ending.sequence.page_table) - ending.num_matched_pages
+            freed += self._pool.num_exclusive(ending.sequence.page_table)
         return peak
 
     def _final_num_tokens(self, admitted: _Admitted) -> int:
@@ -208,11 +219,8 @@ class DecodeScheduler:
         return True
 
     def _preempt(self, victim: _Admitted) -> Sequence:
-        """Takes a running sequence's pages. They stay as cache while nobody needs them, for when it comes back."""
-        self.lengths.ran_out()
-        self._cache.publish(victim.sequence)
+        """Takes a sequence's pages. Those filled stay as cache while nobody needs them, for when it comes back."""
+        if victim.is_running:
+            self._cache.publish(victim.sequence)
         self.release(victim.sequence)
         return victim.sequence
-
-    def _owns_pool_alone(self, admitted: _Admitted) -> bool:
-        return len(self._admitted) == 1 and len(admitted.sequence.page_table) == self._pool.num_pages

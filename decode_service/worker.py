@@ -81,16 +81,9 @@ class DecodeWorker:
             self._parts.sessions.flush()
 
     def _let_go(self, step: DecodeStep) -> None:
-        """Those that this step has no pages for."""
+        """Those whose pages this step needs."""
         for sequence in step.preempted:
             self._hand_back(self._by_sequence[sequence.sequence_id])
-        for sequence in step.exhausted:
-            message = (
-                f"the answer has {sequence.num_output_tokens} tokens and can't grow: "
-                f"it fills all {self._parts.pool.num_pages} pages of the decode worker"
-            )
-            request = self._by_sequence[sequence.sequence_id]
-            self._fail(request, grpc.StatusCode.RESOURCE_EXHAUSTED, message, retryable=False)
 
     def _run_and_deliver(self, step: DecodeStep) -> None:
         if not step.batch:
@@ -172,7 +165,7 @@ class DecodeWorker:
             cache_salt=command.cache_salt,
         )
         max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
-        refusal = check_command(command.token_ids, command.num_prompt_tokens, command.sampling, self._vocab_size)
+        refusal = check_command(command, self._vocab_size)
         if key in self._requests or key in self._quarantined:
             refusal = f"request {command.request_id}, attempt {command.attempt}, is known already"
         elif not self._scheduler.can_ever_fit(max_num_tokens):
@@ -259,15 +252,18 @@ class DecodeWorker:
         chosen = sample(logits.logits, sequences)
         self._scheduler.update(step)
         outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
-        for sequence, choice in zip(sequences, chosen, strict=True):
-            request = self._by_sequence[sequence.sequence_id]
-            if choice.token_id is None:
-                self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
-            else:
-                outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
-        for session_id, of_session in outputs.items():
-            event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
-            self._parts.sessions.add(session_id, event)
+        try:
+            for sequence, choice in zip(sequences, chosen, strict=True):
+                request = self._by_sequence[sequence.sequence_id]
+                if choice.token_id is None:
+                    self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
+                else:
+                    outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
+        finally:
+            # Also if a later one fails: these have their tokens, and some have ended with them.
+            for session_id, of_session in outputs.items():
+                event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
+                self._parts.sessions.add(session_id, event)
 
     def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
         sequence = request.sequence
@@ -296,7 +292,7 @@ class DecodeWorker:
     # ends
 
     def _hand_back(self, request: _Request) -> None:
-        """Its pages were needed: the router resumes it, ahead of new requests. Its ticket was complete long ago."""
+        """Its pages were needed: the router resumes it, ahead of new requests."""
         sequence, key = request.sequence, request.ticket.key
         log.info("request handed back", extra={"request_id": key[0], "output_tokens": sequence.num_output_tokens})
         self._parts.metrics.count_preemption(is_repeated=request.was_preempted)

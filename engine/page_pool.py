@@ -15,6 +15,7 @@ At every moment ``free + held + cached + pinned + quarantined == total``.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -106,6 +107,13 @@ class PagePool:
             self._forget(page)
             self._holders[page] += 1
             self._remember(page)
+
+    def num_exclusive(self, page_table: list[int]) -> int:
+        """Pages of a holder's table that nobody else holds.
+
+        Pages are shared from the beginning of sequences on, so the shared ones come first.
+        """
+        return len(page_table) - bisect.bisect_left(page_table, True, key=lambda page: self._holders[page] == 1)
 
     def keep(self, page: int) -> None:
         """The prefix cache knows what is in a page from now on; it must be held."""

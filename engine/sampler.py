@@ -7,7 +7,8 @@ An inverse CDF with one number per token would do for that if logits were always
 not: matrix products of other shapes round otherwise. Such noise moves every boundary of a large vocabulary's CDF at
 once, and was seen to change a few tokens in a thousand. Here it only matters if the two best sums are as near as that.
 
-Everything is done for all rows together; the loops here are over widths of the candidate list, never over requests.
+Everything is done for all rows together; loops are over attempts and widths (and over rows that have both top_p and a
+top_k of more than 256).
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ _FIRST_CANDIDATES = 256
 """Likeliest tokens looked at first by the filters; widened for rows whose filters may keep more."""
 _BLOCK = 64
 """Tokens that a draw from a whole vocabulary takes together at first: then far fewer numbers are needed."""
+_ELEMENTS_AT_ONCE = 1 << 20
+"""Logits drawn from together on a CPU: several times faster for 64 rows than all 12 MB of them at once."""
+_TRIES = 2
+"""Draws from the whole vocabulary before a filtered row's candidates are sorted."""
 LOWEST_LOGPROB = -10_000.0
 """Given for tokens that the model makes impossible, so that every value is finite."""
 
@@ -60,18 +65,21 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Choice]:
     tokens = best.indices
     is_usable = usable.tolist()
     chancy = [row for row, s in enumerate(sequences) if is_usable[row] and not s.sampling.is_greedy]
-    for filtered in (False, True):
-        rows = [row for row in chancy if sequences[row].sampling.has_filter is filtered]
-        if rows:
-            of_rows = adjusted if len(rows) == len(sequences) else adjusted[rows]
-            draw = _Draw(of_rows, [sequences[row] for row in rows])
-            tokens[rows] = draw.from_candidates() if filtered else draw.from_all()
+    for rows in _slices(chancy, logits):
+        of_rows = adjusted if len(rows) == len(sequences) else adjusted[rows]
+        tokens[rows] = _Draw(of_rows, [sequences[row] for row in rows]).tokens()
     chosen: list[int] = tokens.tolist()
     logprobs = _asked_logprobs(logits, sequences, chosen)
     return [
         Choice(token, logprobs.get(row)) if usable_row else Choice(None)
         for row, (token, usable_row) in enumerate(zip(chosen, is_usable, strict=True))
     ]
+
+
+def _slices(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
+    """Rows in portions that stay in a processor's caches; a GPU takes them all."""
+    most = len(rows) if logits.device.type != "cpu" else max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
+    return [rows[start : start + most] for start in range(0, len(rows), max(most, 1))]
 
 
 def logprobs_at(logits: torch.Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprobs]:
@@ -176,40 +184,95 @@ class _Draw:
         self._logits, self._params = logits, [s.sampling for s in sequences]
         keys = [row_key(s.sampling.seed, s.sampling.choice_index, s.num_output_tokens) for s in sequences]
         self._keys = torch.tensor(keys, device=logits.device)
-        self._highest = logits.amax(dim=-1, keepdim=True)
+        temperature = torch.tensor([[p.temperature] for p in self._params], device=logits.device)
+        # Unnormalised probabilities; the likeliest token has 1.
+        self._weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
+        self._blocks = self._in_blocks()
+        self._block_weights = self._blocks.sum(dim=-1, dtype=torch.float64)
 
-    def from_all(self) -> torch.Tensor:
+    def tokens(self) -> torch.Tensor:
+        """[n] token ids."""
+        rows = torch.arange(len(self._params), device=self._keys.device)
+        chosen = self._from_all(rows, 0)
+        filtered = [place for place, p in enumerate(self._params) if p.has_filter]
+        few = [place for place in filtered if 0 < self._params[place].top_k <= _FIRST_CANDIDATES]
+        # What is drawn from everything, on condition that the filters keep it, is drawn from what they keep.
+        pending = rows[[place for place in filtered if place not in few]]
+        for attempt in range(1, _TRIES + 1):
+            if not len(pending):
+                break
+            pending = pending[~self._is_kept(pending, chosen[pending])]
+            if attempt < _TRIES:
+                chosen[pending] = self._from_all(pending, attempt)
+        pending = torch.cat([pending, rows[few]])
+        if len(pending):
+            chosen[pending] = self._from_candidates(pending)
+        return chosen
+
+    def _in_blocks(self) -> torch.Tensor:
+        """The weights as [n, num_blocks, _BLOCK]."""
+        num_rows, vocab_size = self._weights.shape
+        missing = -vocab_size % _BLOCK
+        padded = torch.nn.functional.pad(self._weights, (0, missing)) if missing else self._weights
+        return padded.view(num_rows, -1, _BLOCK)
+
+    def _from_all(self, rows: torch.Tensor, attempt: int) -> torch.Tensor:
         """From the whole vocabulary: first a block of tokens by its weight, then a token of the block."""
-        num_rows, vocab_size = self._logits.shape
-        num_blocks = -(-vocab_size // _BLOCK)
-        padded = torch.zeros(num_rows, num_blocks * _BLOCK, device=self._logits.device)
-        padded[:, :vocab_size] = self._weights()
-        blocks = padded.view(num_rows, num_blocks, _BLOCK)
-        block_ids = torch.arange(num_blocks, device=padded.device).expand(num_rows, -1)
-        block = _heaviest(blocks.sum(dim=-1, dtype=torch.float64), self._keys, block_ids + _BLOCK_DOMAIN)
-        token_ids = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=padded.device)
-        rows = torch.arange(num_rows, device=padded.device)
-        place = _heaviest(blocks[rows, block].double(), self._keys, token_ids)
-        return token_ids[rows, place]
+        domain = 2 * attempt * _DOMAIN
+        block_ids = torch.arange(self._blocks.shape[1], device=rows.device).expand(len(rows), -1)
+        keys = self._keys[rows]
+        block = _heaviest(self._block_weights[rows], keys, block_ids + (domain + _DOMAIN))
+        token_ids = block.unsqueeze(1) * _BLOCK + torch.arange(_BLOCK, device=rows.device)
+        place = _heaviest(self._blocks[rows, block].double(), keys, token_ids + domain)
+        return block * _BLOCK + place
 
-    def from_candidates(self) -> torch.Tensor:
-        """From what the filters leave."""
-        num_rows, vocab_size = self._logits.shape
-        chosen = torch.empty(num_rows, dtype=torch.long, device=self._logits.device)
-        totals = self._weights().sum(dim=-1, dtype=torch.float64)
-        pending, width = torch.arange(num_rows, device=chosen.device), min(_FIRST_CANDIDATES, vocab_size)
+    def _is_kept(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Whether the filters keep a token of each row: few enough are likelier, and it is likely enough."""
+        everything = len(rows) == len(self._params)
+        logits = self._logits if everything else self._logits[rows]
+        weights = self._weights if everything else self._weights[rows]
+        column = tokens.unsqueeze(1)
+        its_logit, its_weight = logits.gather(1, column), weights.gather(1, column).squeeze(1)
+        likelier, equal = logits > its_logit, logits == its_logit
+        tied = equal.sum(dim=-1) > 1
+        if tied.any():
+            # Of equally likely ones, those with a smaller id come first.
+            smaller = torch.arange(logits.shape[-1], device=rows.device) < column[tied]
+            likelier[tied] |= equal[tied] & smaller
+        params = [self._params[row] for row in rows.tolist()]
+        top_p, min_p = (
+            torch.tensor(values, dtype=torch.float64, device=rows.device)
+            for values in zip(*((p.top_p, p.min_p) for p in params), strict=True)
+        )
+        mass = self._block_weights[rows].sum(dim=-1)
+        for place, p in enumerate(params):
+            if 0 < p.top_k < logits.shape[-1] and p.top_p < 1:
+                # Rare: a top_k above _FIRST_CANDIDATES, since smaller ones do not come here, beside top_p.
+                mass[place] = _mass_of_top(logits[place], weights[place], p.top_k)
+        before = (weights * likelier).sum(dim=-1, dtype=torch.float64)
+        kept = ((before < top_p * mass) | (top_p >= 1)) & (its_weight >= min_p)
+        if any(p.top_k for p in params):
+            top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=rows.device)
+            kept &= likelier.sum(dim=-1) < top_k
+        return kept
+
+    def _from_candidates(self, rows: torch.Tensor) -> torch.Tensor:
+        """From what the filters leave of the likeliest tokens."""
+        vocab_size = self._logits.shape[-1]
+        chosen = torch.empty_like(rows)
+        pending, width = torch.arange(len(rows), device=rows.device), _FIRST_CANDIDATES
+        fewest = min(self._params[row].top_k for row in rows.tolist())
+        while width < fewest:
+            width *= 8
+        width = min(width, vocab_size)
         while len(pending):
-            params = [self._params[row] for row in pending.tolist()]
-            kept = keep(self._logits[pending], params, totals[pending], width)
-            place = _heaviest(kept.weights, self._keys[pending], kept.token_ids)
+            of = rows[pending]
+            params = [self._params[row] for row in of.tolist()]
+            kept = keep(self._logits[of], params, self._block_weights[of].sum(dim=-1), width)
+            place = _heaviest(kept.weights, self._keys[of], kept.token_ids + 2 * _TRIES * _DOMAIN)
             chosen[pending] = kept.token_ids.gather(1, place.unsqueeze(1)).squeeze(1)
             pending, width = pending[~kept.is_complete], min(width * 8, vocab_size)
         return chosen
-
-    def _weights(self) -> torch.Tensor:
-        """Unnormalised probabilities [n, vocab_size], float32; the likeliest token has 1."""
-        temperature = torch.tensor([[p.temperature] for p in self._params], device=self._logits.device)
-        return torch.exp((self._logits - self._highest) / temperature)
 
 
 def row_key(seed: int, choice_index: int, token_index: int) -> int:
@@ -227,7 +290,7 @@ def uniform(keys: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
     bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
     bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
     bits = bits ^ _shift_right(bits, 31)
-    return (_shift_right(bits, 11).double() + 0.5) / 2.0**53
+    return (_shift_right(bits, 12).double() + 0.5) / 2.0**52
 
 
 def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
@@ -240,14 +303,22 @@ def _signed(number: int) -> int:
 
 
 _GOLDEN, _MIX_1, _MIX_2 = (_signed(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_BLOCK_DOMAIN = 1 << 40
-"""Keeps the numbers of blocks apart from those of tokens."""
+_DOMAIN = 1 << 40
+"""Keeps the numbers of tokens, of blocks and of each attempt apart."""
 
 
 def _heaviest(weights: torch.Tensor, keys: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
     """Per row [n, m] (float64) a place by chance, each with the probability of its weight; never one without weight."""
     gumbel = -torch.log(-torch.log(uniform(keys, items)))
     return (torch.log(weights) + gumbel).argmax(dim=-1)
+
+
+def _mass_of_top(logits: torch.Tensor, weights: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Weight of the `top_k` likeliest tokens of one row [vocab_size]; equally likely ones weigh the same."""
+    last = torch.kthvalue(logits, logits.shape[-1] - top_k + 1).values
+    above = logits > last
+    its_weight = weights[logits == last][0].double()
+    return (weights * above).sum(dtype=torch.float64) + its_weight * (top_k - above.sum())
 
 
 @dataclass(frozen=True)
@@ -277,7 +348,7 @@ def keep(logits: torch.Tensor, params: Seq[SamplingParams], totals: torch.Tensor
     top_k = torch.tensor([[p.top_k if 0 < p.top_k < vocab_size else vocab_size] for p in params], device=device)
     top_p, min_p = column([p.top_p for p in params]), column([p.min_p for p in params])
     values, token_ids = _likeliest(logits, width)
-    weights = torch.exp((values - values[:, :1]).double() / column([p.temperature for p in params]))
+    weights = torch.exp((values.double() - values[:, :1]) / column([p.temperature for p in params]))
     in_top_k = torch.arange(width, device=device) < top_k
     mass = torch.cumsum(weights * in_top_k, dim=-1)
     wanted = top_p * torch.where(top_k < vocab_size, mass[:, -1:], totals.unsqueeze(1))

@@ -244,6 +244,8 @@ class PrefillScheduler:
         tokens = min(sequence.num_uncomputed_tokens, budget.tokens)
         if sequence.sampling.prompt_logprobs:
             tokens = min(tokens, budget.logit_rows)
+            if tokens == 0:
+                return  # in the next step
         room = (len(sequence.page_table) + self._pool.num_available - budget.reserved_pages) * self._page_size
         tokens = min(tokens, room - sequence.num_computed_tokens)
         if tokens <= 0:

@@ -244,7 +244,7 @@ class PrefillWorker:
             return f"the ticket has {len(request.ticket.page_ids)} pages, the prompt needs {num_pages}"
         if not self._scheduler.can_ever_fit(request.sequence.num_tokens):
             return f"the prompt needs {num_pages} pages, the prefill worker has {self._parts.pool.num_pages}"
-        return check_command(command.token_ids, command.num_prompt_tokens, command.sampling, self._vocab_size)
+        return check_command(command, self._vocab_size)
 
     # deliver
 
@@ -272,7 +272,7 @@ class PrefillWorker:
         start = sequence.num_computed_tokens
         following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
         found = logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
-        self._by_sequence[sequence.sequence_id].prompt_logprobs += found
+        self._by_sequence[sequence.sequence_id].prompt_logprobs[start:] = found
 
     def _finish_prompt(self, request: _Request, choice: Choice) -> None:
         token = choice.token_id

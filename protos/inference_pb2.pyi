@@ -528,7 +528,7 @@ class Timings(_message.Message):
     prefill_finished_ms: _builtins.float
     """The last chunk ended and the first token was chosen."""
     transfer_finished_ms: _builtins.float
-    """Every page was in the decode worker's memory; 0 if nothing had to be sent."""
+    """Every page was in the decode worker's memory; 0 if the first token ended the answer."""
     decode_started_ms: _builtins.float
     """The first decode step began; 0 if the first token ended the answer."""
     finished_ms: _builtins.float
@@ -581,7 +581,7 @@ class KvTransfer(_message.Message):
     decode_computed_prompt_tokens: _builtins.int
     """Prompt tokens that decode had to compute itself; always 0."""
     decode_cached_tokens: _builtins.int
-    """Prompt tokens whose pages the decode worker had already, so that they were not sent."""
+    """Prompt tokens whose pages the decode worker had already, at the first attempt, so that they were not sent."""
     def __init__(
         self,
         *,

@@ -28,7 +28,11 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are bytes: byte-level BPE, and SentencePiece with byte fallback."""
+    """For tokenizers whose tokens are bytes: byte-level BPE, and SentencePiece with byte fallback.
+
+    The text is that of the tokenizer's own decoder. Only where bytes make no characters does byte fallback differ: that
+    decoder gives up a whole run of bytes then, even the characters that a stream has shown already.
+    """
 
     def __init__(self, bytes_of: Callable[[int], bytes], strip_first_space: bool) -> None:
         """bytes_of: the bytes of a token that count as text.

@@ -27,6 +27,8 @@ class Dispatcher:
         self._queue = RequestQueue()
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
+        self.num_announced = 0
+        """Requests that have a place in the queue but are not there yet."""
 
     @property
     def num_queued(self) -> int:
@@ -42,9 +44,10 @@ class Dispatcher:
         """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room for so many."""
         if not self.pool.ready_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
-        if len(self._queue) + num_requests > self._config.max_queue_requests:
+        waiting = len(self._queue) + self.num_announced
+        if waiting + num_requests > self._config.max_queue_requests:
             raise ResourceExhausted(
-                f"the queue is full: {len(self._queue)} requests wait, {self._config.max_queue_requests} may"
+                f"the queue is full: {waiting} requests wait, {self._config.max_queue_requests} may"
             )
 
     def submit(self, request: Request) -> None:
@@ -171,7 +174,8 @@ class Dispatcher:
         assert request.prefill is not None
         request.stamp(list(event.stamps))
         request.state = RequestState.RUNNING
-        request.kv_transfer.decode_cached_tokens += event.num_cached_tokens
+        if not request.output_token_ids:
+            request.kv_transfer.decode_cached_tokens = event.num_cached_tokens
         command = worker_pb2.PrefillCommand(
             request_id=request.wire_id,
             attempt=request.attempt,
@@ -195,6 +199,8 @@ class Dispatcher:
         self._bind_waiting()
 
     def _on_output(self, request: Request, link: WorkerLink, output: worker_pb2.TokenOutput) -> None:
+        if request.is_answered:
+            return  # by a stop string: the router told the workers, and this crossed it
         first = request.num_attempt_tokens == 0
         request.take_output(output)
         if output.finish_reason and link is request.decode:
@@ -220,7 +226,7 @@ class Dispatcher:
         self._close_leg(request, "decode", abort=False)
         request.take_preempted(event.output_token_ids)
         self._metrics.retries.labels("preempted").inc()
-        self._retry(request, Unavailable("its decode worker ran out of pages"))
+        self._retry(request, Unavailable("its decode worker ran out of pages"), is_fruitless=False)
 
     def _on_transfer_finished(self, request: Request, event: worker_pb2.TransferFinishedEvent) -> None:
         request.take_transfer(event.kv_transfer)
@@ -256,10 +262,13 @@ class Dispatcher:
 
     # ends
 
-    def _retry(self, request: Request, error: RequestError) -> None:
-        """Another attempt, ahead of newer requests, unless too many in a row brought no token."""
+    def _retry(self, request: Request, error: RequestError, is_fruitless: bool = True) -> None:
+        """Another attempt, ahead of newer requests, unless too many in a row brought no token.
+
+        is_fruitless: whether this one counts, if it brought none.
+        """
         self._end_attempt(request)
-        request.num_fruitless = 0 if request.num_attempt_tokens else request.num_fruitless + 1
+        request.num_fruitless = 0 if request.num_attempt_tokens else request.num_fruitless + is_fruitless
         if request.num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
             self._finish(request, error)
             return

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 from protos import inference_pb2
 from router.answer import Answer
@@ -67,30 +68,38 @@ class Generator:
         self._metrics.prompt_tokens.inc(len(checked.prompt_token_ids))
         try:
             self._dispatcher.submit(answers[0].request)
-            async for response in self._read(answers, news):
-                yield response
+            async with aclosing(self._read(answers, news)) as responses:
+                async for response in responses:
+                    yield response
         finally:
             self._running_ids.discard(checked.request_id)
             for answer in answers:
                 self._dispatcher.cancel(answer.request)
             _log_end(checked, answers)
 
-    async def _read(self, answers: list[Answer], news: asyncio.Event) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    async def _read(
+        self, answers: list[Answer], news: asyncio.Event
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Responses of all answers as they come, until each has ended."""
         first, siblings = answers[0], answers[1:]
         open_answers = list(answers)
-        while open_answers:
-            await news.wait()
-            news.clear()
-            for answer in open_answers:
-                for response in self._take(answer):
-                    yield response
-            if siblings and (first.num_tokens > 1 or first.is_over):
-                # The others come when the first one decodes: its prompt's pages are in the caches of both tiers.
-                for sibling in siblings:
-                    self._dispatcher.submit(sibling.request)
-                siblings = []
-            open_answers = [answer for answer in open_answers if not answer.is_over]
+        self._dispatcher.num_announced += len(siblings)
+        try:
+            while open_answers:
+                await news.wait()
+                news.clear()
+                for answer in open_answers:
+                    for response in self._take(answer):
+                        yield response
+                if siblings and (first.num_tokens > 1 or first.is_over):
+                    # The others come when the first one decodes: then that pair has the prompt's pages in its caches.
+                    self._dispatcher.num_announced -= len(siblings)
+                    for sibling in siblings:
+                        self._dispatcher.submit(sibling.request)
+                    siblings = []
+                open_answers = [answer for answer in open_answers if not answer.is_over]
+        finally:
+            self._dispatcher.num_announced -= len(siblings)
 
     def _take(self, answer: Answer) -> list[inference_pb2.GenerateResponse]:
         """What there is of one answer. Raises the RequestError that ended it."""

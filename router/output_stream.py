@@ -57,7 +57,7 @@ class OutputStream:
         self.news.set()
 
     def end(self, error: RequestError | None) -> None:
-        """Nothing more comes. With an error, what waits is dropped: its reader did not want it in time."""
+        """Nothing more comes. With an error what waits is dropped: the answer is of no use without its end."""
         if error is not None:
             self._outputs.clear()
             self.num_waiting = 0

@@ -70,7 +70,8 @@ def pages_taken(decode: WorkerLink) -> float:
     """Share of a decode worker's pages that are not to be had."""
     assert decode.info is not None
     total = decode.info.limits.num_pages
-    return 1 - (decode.load.free_pages - decode.load.promised_pages) / total
+    available = decode.load.free_pages + decode.load.cached_pages
+    return 1 - (available - decode.load.promised_pages) / total
 
 
 def work_before(prefill: WorkerLink, request: Request) -> int:

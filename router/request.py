@@ -131,7 +131,8 @@ class Request:
         The second token may come before the first, since they come from two workers; repeated ones are dropped.
         """
         self.stamp(list(output.stamps))
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if not self.output_token_ids:  # what a resumed prompt finds is in part its own output
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         self.kv_transfer.decode_computed_prompt_tokens += output.num_computed_prompt_tokens
         if output.first_index >= len(self.output_token_ids):
             self._early[output.first_index] = output
@@ -139,14 +140,15 @@ class Request:
             if not self.output_token_ids:
                 self.stamp_now("first_token")
             self.output_token_ids += ready.token_ids
-            self.is_answered = ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
+            self.is_answered |= ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
             self.output.add(ready)
 
     def take_preempted(self, output_token_ids: Seq[int]) -> None:
         """Takes the tokens of a request that was handed back, if its first one is still on its way from prefill."""
         self.was_preempted = True
         missing = output_token_ids[len(self.output_token_ids) :]
-        if missing and not self.checked.sampling.HasField("num_logprobs"):
+        wants_more = self.sampling.HasField("num_logprobs") or self.sampling.prompt_logprobs
+        if missing and not wants_more:
             # Else they are computed again, with their log-probabilities: the same tokens.
             first = len(self.output_token_ids)
             self._early.clear()

@@ -72,7 +72,10 @@ class Tokenizer:
             return ByteDetokenizer(table.all if include_special_tokens else table.visible, table.strips_first_space)
 
         def decode(token_ids: Seq[int]) -> str:
-            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
+            # Never cleaned up: "it ' s" may become "it's" only after "it '" was shown.
+            text: str = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=not include_special_tokens, clean_up_tokenization_spaces=False
+            )
             return text
 
         return WindowDetokenizer(decode, lambda token: include_special_tokens or token not in table.special_ids)
@@ -91,12 +94,11 @@ class TokenBytes:
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
-        kinds = [step["type"] for step in _decoder_steps(decoder)]
-        self._is_byte_level = kinds == ["ByteLevel"]
-        cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        self.is_exact = not cleans_up and (self._is_byte_level or kinds[:3] == ["Replace", "ByteFallback", "Fuse"])
+        steps = _decoder_steps(decoder)
+        self._is_byte_level = [step["type"] for step in steps] == ["ByteLevel"]
+        self.strips_first_space = steps == [*_FALLBACK_STEPS, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+        self.is_exact = self._is_byte_level or self.strips_first_space or steps == _FALLBACK_STEPS
         """Joined bytes are the text, as UTF-8, so that text can be made byte by byte."""
-        self.strips_first_space = kinds[3:] == ["Strip"]
         self._known: dict[int, bytes] = {}
 
     def all(self, token_id: int) -> bytes:
@@ -122,6 +124,13 @@ class TokenBytes:
         if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token)) is not None:
             return bytes.fromhex(byte[1])
         return token.replace("\u2581", " ").encode()
+
+
+_FALLBACK_STEPS: list[dict[str, Any]] = [
+    {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
 
 
 def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:

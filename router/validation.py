@@ -22,6 +22,8 @@ MAX_CACHE_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
 MAX_ANSWERS = 32
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 65_536
+"""Tokens and alternatives of one prompt: they go out in one message."""
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 
@@ -79,6 +81,13 @@ def check_request(
         raise InvalidArgument("priority", f"is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     prompt = prompt_token_ids(request, tokenizer, limits.vocab_size)
     stop = _check_stop(request.stop, tokenizer, len(prompt), limits)
+    num_prompt_logprobs = len(prompt) * (1 + request.num_logprobs)
+    if request.echo_prompt_logprobs and num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
+        raise InvalidArgument(
+            "echo_prompt_logprobs",
+            f"makes {num_prompt_logprobs} values of {len(prompt)} prompt tokens with {request.num_logprobs} "
+            f"alternatives; at most {MAX_PROMPT_LOGPROBS} are allowed",
+        )
     return CheckedRequest(
         request_id=request.request_id or f"req-{secrets.token_hex(8)}",
         prompt_token_ids=tuple(prompt),
@@ -160,7 +169,7 @@ def _check_sampling(request: inference_pb2.GenerateRequest, vocab_size: int) -> 
     config = worker_pb2.SamplingConfig(
         temperature=temperature,
         top_p=top_p,
-        top_k=max(sampling.top_k, 0),
+        top_k=sampling.top_k if 0 < sampling.top_k < vocab_size else 0,
         min_p=_in_range("sampling.min_p", sampling.min_p, 0.0, 1.0),
         repetition_penalty=_in_range("sampling.repetition_penalty", repetition_penalty, 0.01, 10.0),
         presence_penalty=_in_range("sampling.presence_penalty", sampling.presence_penalty, -2.0, 2.0),
@@ -204,7 +213,8 @@ def _check_stop(
     check_token_ids("stop.stop_token_ids", stop.stop_token_ids, limits.vocab_size)
     stop_token_ids = set(stop.stop_token_ids)
     if not stop.ignore_eos:
-        stop_token_ids.update(tokenizer.eos_token_ids)
+        # A config may name ids that the model does not have.
+        stop_token_ids.update(token for token in tokenizer.eos_token_ids if token < limits.vocab_size)
     max_tokens = _check_length(stop, num_prompt_tokens, limits)
     if stop.min_tokens > max_tokens:
         raise InvalidArgument(

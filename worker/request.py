@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence as Seq
 
@@ -56,23 +57,30 @@ class StopRule:
         return inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def check_command(
-    token_ids: Seq[int], num_prompt_tokens: int, config: worker_pb2.SamplingConfig, vocab_size: int
-) -> str | None:
-    """Why a command's tokens and sampling can't be computed, or None.
+def check_command(command: worker_pb2.ReserveCommand | worker_pb2.PrefillCommand, vocab_size: int) -> str | None:
+    """Why a command's tokens, sampling and stops can't be computed, or None.
 
-    A second look after the router's: no input reaches the engine loop unchecked.
+    A second look after the router's: nothing that could raise in the engine loop reaches it.
     """
+    token_ids, num_prompt_tokens, config = command.token_ids, command.num_prompt_tokens, command.sampling
     if not 1 <= num_prompt_tokens <= len(token_ids):
         return f"num_prompt_tokens is {num_prompt_tokens} of {len(token_ids)} token ids; a prompt needs at least 1"
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         return f"token ids must be in [0, {vocab_size}); found {min(token_ids)} to {max(token_ids)}"
     if len(config.bias_token_ids) != len(config.biases):
         return f"{len(config.bias_token_ids)} tokens have {len(config.biases)} biases"
-    if any(not 0 <= token < vocab_size for token in config.bias_token_ids):
-        return f"bias_token_ids must be in [0, {vocab_size})"
+    for name, ids in (("bias_token_ids", config.bias_token_ids), ("stop_token_ids", command.stop.stop_token_ids)):
+        if any(not 0 <= token < vocab_size for token in ids):
+            return f"{name} must be in [0, {vocab_size})"
+    if len(set(config.bias_token_ids)) != len(config.bias_token_ids):
+        return "a token has two biases"
+    if command.stop.max_tokens < 1:
+        return f"max_tokens is {command.stop.max_tokens}; it must be at least 1"
     if not (config.temperature >= 0 and 0 < config.top_p <= 1 and 0 <= config.min_p <= 1):
         return f"temperature {config.temperature}, top_p {config.top_p} or min_p {config.min_p} is out of range"
     if not config.repetition_penalty > 0:
         return f"repetition_penalty is {config.repetition_penalty}; it must be above 0"
+    numbers = (config.temperature, config.presence_penalty, config.frequency_penalty, *config.biases)
+    if not all(map(math.isfinite, numbers)):
+        return "temperature, penalties and biases must be finite"
     return None

@@ -160,22 +160,53 @@ def test_the_youngest_itself_goes_if_it_is_the_one_that_lacks_a_page():
     assert step(scheduler) == (["a"], ["b"])
 
 
-def test_the_last_one_that_fills_the_pool_is_exhausted_and_one_that_waits_for_others_is_not():
-    scheduler = make_scheduler(num_pages=3)
+def test_a_reservation_goes_before_an_older_one_waits_for_a_foreign_prompt():
+    scheduler = make_scheduler(num_pages=4)
     [a] = crowd(scheduler, "a")
-    for _ in range(5):
-        assert step(scheduler) == (["a"], [])
-    plan = scheduler.schedule()
-    assert (plan.batch, plan.exhausted) == ((), (a,))
-    scheduler.release(a)
-
-    crowd(scheduler, "b")
-    receiving = make_sequence(4, "c")
-    assert scheduler.reserve(receiving, 1) is None
+    reserved = [make_sequence(4, "b"), make_sequence(4, "c")]
+    for sequence in reserved:
+        assert scheduler.reserve(sequence, 1) is None
+    scheduler._pool.open_to_writer(reserved[1].page_table)
+    pages = list(reserved[1].page_table)
     step(scheduler)
-    assert scheduler.schedule() is None, "c is still being filled: b waits"
-    start(scheduler, receiving)
-    assert step(scheduler) == (["b"], ["c"])
+    assert step(scheduler) == ([], ["c"]), "the youngest gives its reservation back"
+    assert scheduler.schedule() is None, "its pages are on their way: b is spared"
+    scheduler._pool.close_to_writer(pages)
+    assert step(scheduler) == (["a"], [])
+    assert len(a.page_table) == 3
+
+
+def test_victims_without_pages_of_their_own_are_spared():
+    """b shares all pages of a: handing it back for c, which is older, would free nothing."""
+    scheduler = make_scheduler(num_pages=4, cache=True)
+    teach(scheduler, 2, max_tokens=8)
+    a, c, b = make_sequence(8, "a", token=5), make_sequence(4, "c", token=6), make_sequence(8, "b", token=5)
+    assert scheduler.reserve(a, 8) is None
+    start(scheduler, a)
+    assert scheduler.reserve(c, 1) is scheduler.reserve(b, 1) is None
+    start(scheduler, c)
+    start(scheduler, b)
+    assert repr(scheduler._pool) == "<PagePool 1 free, 3 held>"
+    assert step(scheduler) == (["a", "b"], ["c"])
+
+
+def test_shared_pages_do_not_count_as_given_back():
+    """Six answers of one long prompt: 5 pages in common, 8 more for each."""
+    scheduler = make_scheduler(num_pages=45, max_num_sequences=20, cache=True)
+    teach(scheduler, 32, max_tokens=32)
+    admitted = 0
+    for number in range(20):
+        sequence = make_sequence(20, str(number), token=5)
+        if scheduler.reserve(sequence, 32) is not None:
+            break
+        start(scheduler, sequence)
+        admitted += 1
+    assert admitted == 5
+    while scheduler.num_running:
+        assert step(scheduler)[1] == []
+        for sequence in [a.sequence for a in scheduler._admitted.values()]:
+            if sequence.num_output_tokens >= 32:
+                scheduler.finish(sequence)
 
 
 def test_with_full_admission_nobody_is_ever_handed_back():

@@ -69,10 +69,13 @@ class Rig:
         self.turn()
 
     def reserve(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0, **options):
+        defaults = {
+            "stop": worker_pb2.StopConfig(max_tokens=max_tokens),
+            "sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0),
+        }
         command = worker_pb2.ReserveCommand(
             request_id=name, attempt=attempt, token_ids=token_ids, num_prompt_tokens=len(token_ids),
-            stop=worker_pb2.StopConfig(max_tokens=max_tokens), writer_agent_name="p/1", writer_incarnation_id="1",
-            writer_address="p:1", sampling=worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0), **options,
+            writer_agent_name="p/1", writer_incarnation_id="1", writer_address="p:1", **(defaults | options),
         )  # fmt: skip
         self.command(session_id, reserve=command)
 
@@ -297,26 +300,30 @@ def test_handing_one_back_twice_is_counted_apart():
     assert rig.metrics._preemptions.labels("decode", "true")._value.get() == 1
 
 
-def test_an_answer_that_fills_the_pool_alone_ends_with_resource_exhausted():
-    rig = Rig(num_pages=3)
-    rig.worker._scheduler.can_ever_fit = lambda num_tokens: True  # as if the router's limits were stale
-    fill(rig, "a")
-    for _ in range(8):
+def test_a_reservation_that_is_handed_back_is_quarantined_until_its_writer_let_go():
+    rig = Rig(num_pages=8)
+    for _ in range(20):
+        rig.worker._scheduler.lengths.learn(2, 20)
+    rig.reserve("a", token_ids=(1,) * 7, max_tokens=20)
+    rig.reserve("b", token_ids=(2,) * 23, max_tokens=2)
+    rig.complete("a", pages=2)
+    for _ in range(3):
         rig.turn()
-    [failed] = rig.sessions.of("request_failed")
-    assert (failed.status_code, failed.retryable) == (8, False)
-    assert "it fills all 3 pages of the decode worker" in failed.message
-    assert rig.pool.num_available == 3
+    assert [p.request_id for p in rig.sessions.of("preempted")] == ["b"]
+    assert list(rig.sessions.of("preempted")[0].output_token_ids) == []
+    assert rig.closer.asked == [("b", 0)]
+    before = len(rig.tokens())
+    rig.turn()
+    assert len(rig.tokens()) == before
+    rig.inbox.put(WriterGone("b", 0, "closed"))
+    rig.turn()
+    assert len(rig.tokens()) == before + 1
 
 
 def test_logprobs_and_cache_events_go_out():
     rig = Rig()
     sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=2)
-    rig.inbox.put(SessionCommand(1, worker_pb2.SessionRequest(reserve=worker_pb2.ReserveCommand(
-        request_id="r", token_ids=(1,) * 8, num_prompt_tokens=8, stop=worker_pb2.StopConfig(max_tokens=4),
-        writer_agent_name="p/1", writer_incarnation_id="1", writer_address="p:1", sampling=sampling,
-    ))))  # fmt: skip
-    rig.turn()
+    rig.reserve(token_ids=(1,) * 8, sampling=sampling)
     rig.complete(pages=2)
     output = rig.sessions.of("step_output")[0].outputs[0]
     assert output.logprobs.num_top == 2
@@ -333,13 +340,36 @@ def test_logprobs_and_cache_events_go_out():
         ({"top_p": 1.0, "repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"top_p": 1.0, "repetition_penalty": 1.0, "bias_token_ids": [VOCAB], "biases": [1.0]}, "bias_token_ids must"),
         ({"top_p": 1.0, "repetition_penalty": 1.0, "bias_token_ids": [1]}, "1 tokens have 0 biases"),
+        ({"top_p": 1.0, "repetition_penalty": 1.0, "bias_token_ids": [1, 1], "biases": [1, 2]}, "two biases"),
         ({"top_p": 1.0, "repetition_penalty": 1.0, "temperature": float("nan")}, "temperature nan"),
+        ({"top_p": 1.0, "repetition_penalty": 1.0, "presence_penalty": float("nan")}, "must be finite"),
     ],
 )
 def test_a_router_that_checked_badly_can_not_hurt_the_loop(rig, sampling, words):
     """Casebook C028: nothing unchecked reaches the engine."""
-    command = worker_pb2.ReserveCommand(
-        request_id="r", token_ids=[1], num_prompt_tokens=1, sampling=worker_pb2.SamplingConfig(**sampling)
-    )
-    rig.command(reserve=command)
+    rig.reserve(sampling=worker_pb2.SamplingConfig(**sampling))
     assert words in rig.sessions.of("request_failed")[0].message
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [({"max_tokens": 0}, "max_tokens is 0"), ({"max_tokens": 1, "stop_token_ids": [VOCAB]}, "stop_token_ids must")],
+)
+def test_stops_are_checked_too(rig, stop, words):
+    rig.reserve(stop=worker_pb2.StopConfig(**stop))
+    assert words in rig.sessions.of("request_failed")[0].message
+
+
+def test_tokens_that_a_step_brought_go_out_even_if_a_later_one_fails():
+    rig = Rig()
+    rig.reserve("a", max_tokens=12)
+    rig.reserve("b", max_tokens=12)
+    rig.complete("a")
+    rig.complete("b")
+    rig.turn()
+    before = len(rig.tokens())
+    rig.worker._by_sequence["b#0"].stop.finish_reason = lambda sequence: 1 / 0
+    rig.turn()
+    assert len(rig.tokens()) == before + 1
+    # Both go on elsewhere: the router knows how far each got.
+    assert [(f.request_id, f.retryable) for f in rig.sessions.of("request_failed")] == [("a", True), ("b", True)]

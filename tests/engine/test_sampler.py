@@ -102,6 +102,19 @@ def test_filters_of_a_mixed_batch_equal_the_float64_reference(seed, all_params, 
         np.testing.assert_allclose(found[row], reference_filter(logits[row], params), atol=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.lists(PARAMS, min_size=1, max_size=4))
+def test_accepting_a_token_is_what_the_filters_keep(seed, all_params):
+    """The way without sorting and the way with it agree about every token, equally likely ones too."""
+    torch.manual_seed(seed)
+    logits = (torch.randn(len(all_params), VOCAB) * 3).round(decimals=1)
+    draw = sampler._Draw(logits, [make_sequence(p) for p in all_params])
+    rows = torch.arange(len(all_params))
+    accepted = torch.stack([draw._is_kept(rows, torch.full_like(rows, token)) for token in range(VOCAB)], 1)
+    for row, params in enumerate(all_params):
+        assert accepted[row].tolist() == (reference_filter(logits[row], params) > 0).tolist()
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     st.integers(0, 10_000),
@@ -154,6 +167,7 @@ def test_the_repetition_penalty_counts_a_token_once_as_transformers_does():
         {"temperature": 1.5, "top_p": 0.8},
         {"temperature": 1.0, "min_p": 0.1},
         {"temperature": 1.0, "top_k": 20, "top_p": 0.7, "min_p": 0.02},
+        {"temperature": 1.0, "top_p": 0.3},
         {"temperature": 1.0, "repetition_penalty": 2.0, "logit_bias": make_bias({5: 2.0, 6: -100.0})},
     ],
 )
@@ -195,6 +209,24 @@ def test_draws_from_a_large_vocabulary_follow_the_exact_distribution():
         np.add.at(counts, np.array(choose(logits.expand(500, vocab), sequences)) % classes, 1)
     statistic = ((counts - expected * draws) ** 2 / (expected * draws)).sum()
     assert statistic < 95.0  # chi-square with 39 degrees of freedom: 1 - 1e-6
+
+
+@pytest.mark.parametrize("params", [{"top_k": 700}, {"top_k": 700, "top_p": 0.9}, {"top_k": 4000, "top_p": 0.99}])
+def test_a_large_top_k_draws_from_the_exact_distribution(params):
+    """Chi-square over 30 classes (critical value at 1e-6), on a flat distribution, where most draws are refused."""
+    torch.manual_seed(5)
+    vocab, classes, draws = 5003, 30, 3000
+    logits = torch.randn(vocab) * 0.3
+    sampling = SamplingParams(seed=12, **params)
+    exact = reference_filter(logits, sampling)
+    expected, counts = np.zeros(classes), np.zeros(classes)
+    np.add.at(expected, np.arange(vocab) % classes, exact)
+    for start in range(0, draws, 500):
+        sequences = [make_sequence(sampling, start + n) for n in range(500)]
+        tokens = choose(logits.expand(500, vocab), sequences)
+        assert (exact[tokens] > 0).all()
+        np.add.at(counts, np.array(tokens) % classes, 1)
+    assert ((counts - expected * draws) ** 2 / (expected * draws)).sum() < 80.0  # 29 degrees of freedom
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_p": 0.95}, {"min_p": 0.001}, {"top_k": 500}])
@@ -259,9 +291,10 @@ def test_random_numbers_are_splitmix64_in_every_process_and_on_every_device():
         bits = (key + item * 0x9E3779B97F4A7C15) & mask
         bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & mask
         bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & mask
-        return (((bits ^ (bits >> 31)) >> 11) + 0.5) / 2**53
+        return (((bits ^ (bits >> 31)) >> 12) + 0.5) / 2**52
 
-    items = [0, 1, 49151, sampler._BLOCK_DOMAIN + 7]
+    items = [0, 1, 49151, sampler._DOMAIN + 7]
+    assert (2**52 - 1 + 0.5) / 2**52 < 1, "the largest number there can be"
     for key in (0, -1, 5, -(2**63), 2**63 - 1, sampler.row_key(3, 1, 4)):
         found = sampler.uniform(torch.tensor([key]), torch.tensor([items]))[0].tolist()
         assert found == [splitmix(key, item) for item in items]
@@ -287,8 +320,10 @@ def test_tiny_temperatures_are_greedy(temperature):
 def test_extreme_temperatures_stay_finite(temperature, filters):
     """Casebook C024."""
     logits = torch.tensor([[-30000.0, 30000.0, 29999.0]])
-    [token] = choose(logits, [make_sequence(SamplingParams(temperature=temperature, **filters))])
-    assert token in (0, 1, 2)
+    params = SamplingParams(temperature=temperature, **filters)
+    possible = set(np.flatnonzero(reference_filter(logits[0], params) > 1e-6).tolist())
+    drawn = choose(logits.expand(200, 3).contiguous(), [make_sequence(params, n) for n in range(200)])
+    assert set(drawn) == possible
 
 
 def test_top_k_of_any_size_beside_greedy_neighbours():

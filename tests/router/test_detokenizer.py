@@ -150,7 +150,6 @@ def test_random_ids_join_to_the_whole(tokenizers):
 def test_special_tokens_show_only_when_asked_for(name, tokenizers):
     """Casebook C008."""
     tokenizer = tokenizers[name]
-    ids = [*tokenizer.encode("hi"), tokenizer.eos_token_ids[0]] if tokenizer.eos_token_ids else tokenizer.encode("hi")
     special = max(tokenizer._token_bytes.special_ids)
     ids = [*tokenizer.encode("hi"), special, *tokenizer.encode("yo")]
     name_of_it = tokenizer._tokenizer.convert_ids_to_tokens(special)
@@ -170,3 +169,14 @@ def test_token_bytes_tell_partial_characters_apart(tokenizers):
         joined = b"".join(tokenizer.token_bytes(token) for token in ids)
         assert joined.decode().strip() == "😀"
     assert tokenizers["bytes"].token_bytes(10_000) == b"", "ids that only the model knows"
+
+
+def test_a_tokenizer_that_would_clean_up_spaces_does_not_take_letters_away(tmp_path):
+    """What was shown can't be taken back, so spaces are never cleaned up."""
+    tokenizer = Tokenizer(save_metaspace_tokenizer(tmp_path, byte_fallback=False))
+    tokenizer._tokenizer.clean_up_tokenization_spaces = True
+    ids = tokenizer.encode("it . so , he . the end")
+    detokenizer = tokenizer.detokenizer()
+    pieces = [detokenizer.add([token]) for token in ids] + [detokenizer.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "so , he" in tokenizer.decode(ids)

@@ -311,7 +311,8 @@ async def test_the_first_token_may_come_with_the_hand_back_and_late_from_prefill
     rig.reserved(request)
     rig.tokens(request, d, 1, 12)
     rig.preempted(request, 11, 12)
-    rig.tokens(request, p, 0, 11)  # of the attempt that is over
+    late = wpb.TokenOutput(request_id=request.wire_id, attempt=0, first_index=0, token_ids=[99])
+    rig.event(p, step_output=wpb.StepOutput(outputs=[late]))  # of the attempt that is over
     assert ids(events(request)) == [11, 12]
     assert rig.sent(d)[-1].reserve.attempt == 1
 
@@ -370,3 +371,81 @@ async def test_a_reader_that_is_too_slow_loses_its_request_and_frees_the_workers
     assert rig.kinds(rig.decode[0]) == ["abort"]
     assert rig.metrics.slow_readers._value.get() == 1
     assert request.output.num_waiting == 0
+
+
+async def test_a_stop_string_in_older_tokens_ends_a_request_whatever_crosses_it():
+    """A slow client: the router finds the stop while the next attempt is about to bring tokens."""
+    rig = Rig()
+    [p], [d] = rig.prefill, rig.decode
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, p, 0, 11)
+    rig.transferred(request, p)
+    rig.preempted(request, 11)
+    rig.reserved(request)
+    assert request.state is RequestState.RUNNING
+    rig.dispatcher.complete(request)
+    rig.tokens(request, p, 1, 12)
+    rig.transferred(request, p)
+    assert request.state is RequestState.FINISHED
+    assert events(request)[-1] == Ended(None)
+    assert rig.dispatcher.num_running == 0
+    assert request.output_token_ids == [11]
+    assert not d.requests
+
+
+async def test_cached_tokens_are_the_prompts_whatever_a_resumed_attempt_finds():
+    rig = Rig()
+    [p], [d] = rig.prefill, rig.decode
+    request = rig.submit(num_tokens=20)
+
+    def first_output(index, token, num_cached):
+        event = wpb.ReservedEvent(request_id=request.wire_id, attempt=request.attempt, num_cached_tokens=num_cached)
+        rig.event(d, reserved=event)
+        output = wpb.TokenOutput(
+            request_id=request.wire_id, attempt=request.attempt, first_index=index, token_ids=[token],
+            num_cached_tokens=num_cached,
+        )  # fmt: skip
+        rig.event(p, step_output=wpb.StepOutput(outputs=[output]))
+
+    first_output(0, 11, 16)
+    rig.preempted(request, *range(11, 200))
+    first_output(189, 12, 160)
+    assert (request.num_cached_tokens, request.kv_transfer.decode_cached_tokens) == (16, 16)
+
+
+async def test_hand_backs_before_the_first_token_do_not_count_as_fruitless():
+    rig = Rig()
+    request = rig.submit()
+    for _ in range(2 * MAX_FRUITLESS_ATTEMPTS):
+        rig.reserved(request)
+        rig.preempted(request)
+    assert request.state is RequestState.RESERVING
+
+
+async def test_prompt_logprobs_survive_a_hand_back_that_overtakes_them():
+    rig = Rig()
+    request = rig.submit(prompt_logprobs=True)
+    rig.reserved(request)
+    rig.preempted(request, 11)
+    assert request.output_token_ids == []
+    assert request.sampling.prompt_logprobs
+
+
+async def test_cached_pages_do_not_make_a_decode_worker_look_busy():
+    rig = Rig(decode=2)
+    idle, busy = rig.decode
+    idle.load = wpb.LoadReport(free_pages=0, cached_pages=400)
+    busy.load = wpb.LoadReport(free_pages=120, held_pages=280, promised_pages=60)
+    for _ in range(10):
+        assert rig.submit().decode is idle
+        idle.requests.clear()
+        rig.prefill[0].requests.clear()
+
+
+async def test_announced_answers_count_in_the_queue():
+    rig = Rig(max_queue_requests=4)
+    rig.dispatcher.num_announced = 3
+    rig.dispatcher.check_room(1)
+    with pytest.raises(ResourceExhausted, match="3 requests wait, 4 may"):
+        rig.dispatcher.check_room(2)

@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer, _eos_token_ids
@@ -86,6 +87,36 @@ def test_a_chat_is_rendered_by_the_template_without_a_second_bos(real):
 def test_a_role_the_template_refuses_is_the_clients_error(by_byte):
     with pytest.raises(InvalidArgument, match="unknown role robot"):
         by_byte.encode_chat([("robot", "hi")])
+
+
+@pytest.mark.parametrize(
+    "failing", ["{{ 1 // 0 }}", "{{ messages[0].content.nothing() }}", "{{ messages | frobnicate }}"]
+)
+def test_whatever_a_template_raises_is_the_clients_error(failing, tiny_model):
+    tokenizer = Tokenizer(tiny_model("llama"))
+    tokenizer._tokenizer.chat_template = failing
+    with pytest.raises(InvalidArgument, match="the model's chat template refuses it"):
+        tokenizer.encode_chat([("user", "hi")])
+
+
+def test_a_model_without_a_template_says_what_to_send(tiny_model):
+    tokenizer = Tokenizer(tiny_model("llama"))
+    tokenizer._tokenizer.chat_template = None
+    with pytest.raises(InvalidArgument, match="no chat template; send text or token_ids"):
+        tokenizer.encode_chat([("user", "hi")])
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(tiny_model):
+    """Casebook C052: the same chat as messages, as rendered text and as ids."""
+    tokenizer = Tokenizer(tiny_model("llama"))
+    backend = tokenizer._tokenizer.backend_tokenizer
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    assert tokenizer.encode("hi") == [0, *tokenizer.encode("hi")[1:]]
+    assert tokenizer.encode("<s>hi") == tokenizer.encode("hi")
+    assert tokenizer.encode("hi")[:2] != [0, 0]
+    tokenizer._tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}"
+    as_messages = tokenizer.encode_chat([("user", "hi")])
+    assert as_messages == tokenizer.encode("<s>hi")
 
 
 def test_eos_ids_are_those_of_the_generation_config_else_of_the_config(real, by_byte, tmp_path):

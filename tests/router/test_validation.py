@@ -190,3 +190,24 @@ def test_prompt_and_answer_fill_the_models_limit_exactly(length, most, tokenizer
     request.stop.max_tokens = most + 1
     with pytest.raises(InvalidArgument, match=f"at most {most} fit the model's limit of 64"):
         check(request, tokenizer, limits)
+
+
+def test_logprobs_of_a_long_prompt_are_refused_with_their_number(tokenizer):
+    limits = ClusterLimits(10_000, VOCAB, 8, 10_000, 10_000)
+    request = make_request(num_logprobs=20, echo_prompt_logprobs=True)
+    request.token_ids.ids.extend([5] * 4000)
+    with pytest.raises(InvalidArgument, match=r"echo_prompt_logprobs: makes 84210 values .* at most 65536"):
+        check(request, tokenizer, limits)
+
+
+def test_ending_tokens_that_the_model_does_not_have_are_left_out(tokenizer):
+    limits = ClusterLimits(64, 1, 8, 100, 100)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[0]))
+    assert list(check(request, tokenizer, limits).stop.stop_token_ids) == []
+
+
+def test_a_top_k_of_the_whole_vocabulary_is_off(tokenizer):
+    """Casebook C025."""
+    sizes = {0: 0, -1: 0, 1: 1, VOCAB - 1: VOCAB - 1, VOCAB: 0, VOCAB + 1: 0, 9_999_999: 0}
+    for asked, got in sizes.items():
+        assert check(make_request(sampling__top_k=asked), tokenizer).sampling.top_k == got

@@ -1,0 +1,44 @@
+"""Sessions with routers: order, and an end to those that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+
+from protos import worker_pb2
+from worker import session
+from worker.inbox import Inbox, SessionClosed
+from worker.session import Sessions
+
+
+def load(number):
+    return worker_pb2.SessionResponse(load=worker_pb2.LoadReport(free_pages=number))
+
+
+async def test_events_come_in_order_to_their_own_router():
+    sessions = Sessions(asyncio.get_running_loop(), Inbox())
+    queues = {number: sessions.open(number) for number in (1, 2)}
+    for number in range(3):
+        sessions.add(1, load(number))
+    sessions.add(2, load(9))
+    sessions.flush()
+    await asyncio.sleep(0)
+    assert [queues[1].get_nowait().load.free_pages for _ in range(3)] == [0, 1, 2]
+    assert [queues[2].get_nowait().load.free_pages] == [9]
+    assert queues[1].empty()
+
+
+async def test_a_router_that_does_not_read_loses_its_session_and_others_do_not(monkeypatch):
+    monkeypatch.setattr(session, "MAX_WAITING_EVENTS", 10)
+    inbox = Inbox()
+    sessions = Sessions(asyncio.get_running_loop(), inbox)
+    stuck, fine = sessions.open(1), sessions.open(2)
+    for number in range(11):
+        for session_id in (1, 2):
+            sessions.add(session_id, load(number))
+        sessions.flush()
+        await asyncio.sleep(0)
+        fine.get_nowait()
+    assert inbox.take(wait=False) == [SessionClosed(1)]
+    assert sessions.all_ids() == [2]
+    assert stuck.get_nowait() is session._END
+    assert stuck.empty(), "memory is given back"
