@@ -15,7 +15,7 @@ Prompt pages are taken at once, since they are written from outside; the rest wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +80,11 @@ class DecodeScheduler:
         return sum(admitted.is_running for admitted in self._admitted.values())
 
     @property
+    def peak_growth_pages(self) -> int:
+        """Most pages that admitted sequences are expected to take on top of theirs, at the same time."""
+        return self._peak_growth_pages(self._admitted.values())
+
+    @property
     def expected_growth_pages(self) -> int:
         """Pages that admitted sequences are expected to take until they end."""
         return sum(self._growth_pages(a, self._final_num_tokens(a)) for a in self._admitted.values())
@@ -116,19 +121,31 @@ class DecodeScheduler:
         self._admitted[sequence.sequence_id] = new
         return None
 
+    def adopt(self, sequence: Sequence, max_tokens: int, was_preempted: bool) -> None:
+        """A sequence whose KV was computed here, into pages that it has already: it runs from the next step on."""
+        new = _Admitted(sequence, max_tokens, was_preempted, next(self._arrivals), is_running=True)
+        self._admitted[sequence.sequence_id] = new
+
     def start(self, sequence: Sequence) -> None:
         """The sequence's KV is here; it runs from the next step on, and its pages can be shared."""
         self._admitted[sequence.sequence_id].is_running = True
         self._cache.publish(sequence)
 
-    def schedule(self) -> DecodeStep | None:
-        """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one."""
+    def schedule(self, find_pages: Callable[[], bool] = lambda: False) -> DecodeStep | None:
+        """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one.
+
+        find_pages: asked before a sequence has to go; True: it may have made pages free, False: it has no more.
+        """
         waiting = sorted((a for a in self._admitted.values() if a.is_running), key=lambda a: a.seniority)
         batch: list[ScheduledSequence] = []
         preempted: list[Sequence] = []
         while waiting:
             first = waiting.pop(0)
-            while not self._grow(first.sequence) and (victim := self._youngest_with_pages(waiting)) is not None:
+            while not self._grow(first.sequence):
+                if find_pages():
+                    continue
+                if (victim := self._youngest_with_pages(waiting)) is None:
+                    break
                 waiting.remove(victim)
                 preempted.append(self._preempt(victim))
             if self._has_room(first.sequence):

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional
 
+from benchmarks.config import BenchCommand
+from colocated_service.config import ColocatedConfig
 from decode_service.config import DecodeConfig
 from engine.model_store import DEFAULT_MODEL
 from kvferry.local import ClusterConfig
@@ -130,10 +132,15 @@ def main() -> None:
         "router": RouterConfig,
         "prefill": PrefillConfig,
         "decode": DecodeConfig,
+        "colocated": ColocatedConfig,
+        "bench": BenchCommand,
     }
     try:
         command = tyro.extras.subcommand_cli_from_dict(
-            commands, prog="kvferry", description=__doc__.splitlines()[0], config=(tyro.conf.OmitArgPrefixes,)
+            commands,
+            prog="kvferry",
+            description=__doc__.splitlines()[0],
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         )
     except ValueError as error:
         _exit_with(f"{error}")
@@ -154,6 +161,15 @@ def main() -> None:
             import decode_service.__main__ as decode_process
 
             run_process(lambda: decode_process.serve(command), decode_process.EXPECTED_ERRORS)
+        case ColocatedConfig():
+            command = _with_model_folder(command)
+            import colocated_service.__main__ as colocated_process
+
+            run_process(lambda: colocated_process.serve(command), colocated_process.EXPECTED_ERRORS)
+        case BenchCommand():
+            from benchmarks.commands import run_command
+
+            sys.exit(run_command(command))
         case ClusterConfig():
             sys.exit(_up(command))
         case GenerateCommand():

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
+from colocated_service.scheduler import StepPolicy
 from decode_service.scheduler import Admission
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
@@ -32,6 +33,7 @@ from rpc.process import write_ready_file
 START_SECONDS = 300.0
 STOP_SECONDS = 15.0
 POLL_SECONDS = 0.02
+TIERS = ("prefill", "decode", "colocated")
 ERROR_PREFIX = "kvferry: error: "
 """How a process begins the line that says why it can't run."""
 
@@ -42,12 +44,14 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """A router with prefill and decode workers on this machine."""
+    """A router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
 
-    prefill: int = 1
-    """Number of prefill workers."""
-    decode: int = 1
-    """Number of decode workers."""
+    prefill: int | None = None
+    """Number of prefill workers. Unset: 1, or none if there are colocated workers."""
+    decode: int | None = None
+    """Number of decode workers. Unset: 1, or none if there are colocated workers."""
+    colocated: int = 0
+    """Number of workers that compute prompts and generate tokens in one process, without a transfer."""
     model: str = DEFAULT_MODEL
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"
@@ -60,6 +64,8 @@ class ClusterConfig:
     """Prompt tokens per prefill step."""
     policy: Policy = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
+    colocated_policy: StepPolicy = "mixed"
+    """Steps of colocated workers: answers and chunks of prompts together, or prompts before answers."""
     prefix_cache: bool = True
     """Keep pages of computed prompts, and use them for prompts that begin alike."""
     decode_prefix_cache: bool = True
@@ -80,9 +86,12 @@ class ClusterConfig:
     """Least severe messages to log."""
 
     def __post_init__(self) -> None:
-        for flag, number in (("--prefill", self.prefill), ("--decode", self.decode)):
-            if number < 1:
-                raise ValueError(f"{flag} is {number}; at least 1 worker of each tier is needed")
+        if self.colocated < 0 or self.num_prefill < 0 or self.num_decode < 0:
+            raise ValueError("--prefill, --decode and --colocated can't be negative")
+        if self.colocated == 0 or self.num_prefill or self.num_decode:
+            for flag, number in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
+                if number < 1:
+                    raise ValueError(f"{flag} is {number}; at least 1 worker of each tier is needed")
         # Workers check the same values, but three processes later.
         for flag, value, least in (
             ("--page-size", self.page_size, 1),
@@ -95,6 +104,26 @@ class ClusterConfig:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+
+    @property
+    def num_prefill(self) -> int:
+        """Prefill workers."""
+        return (0 if self.colocated else 1) if self.prefill is None else self.prefill
+
+    @property
+    def num_decode(self) -> int:
+        """Decode workers."""
+        return (0 if self.colocated else 1) if self.decode is None else self.decode
+
+    @property
+    def num_colocated(self) -> int:
+        """Colocated workers."""
+        return self.colocated
+
+    @property
+    def num_workers(self) -> int:
+        """All workers."""
+        return self.num_prefill + self.num_decode + self.num_colocated
 
 
 @dataclass
@@ -162,8 +191,9 @@ class LocalCluster:
         """
         self._give_up = give_up
         self._model = resolve_model(self.config.model)
-        workers = [self.start_worker("prefill", index) for index in range(self.config.prefill)]
-        workers += [self.start_worker("decode", index) for index in range(self.config.decode)]
+        workers = [self.start_worker("prefill", index) for index in range(self.config.num_prefill)]
+        workers += [self.start_worker("decode", index) for index in range(self.config.num_decode)]
+        workers += [self.start_worker("colocated", index) for index in range(self.config.num_colocated)]
         for worker in workers:
             self.wait_ready(worker)
         self.wait_ready(self.start_router())
@@ -172,8 +202,8 @@ class LocalCluster:
     def start_worker(self, tier: str, index: int, *flags: str) -> Process:
         """Starts one worker; `wait_ready` waits for it."""
         config = self.config
-        position = index if tier == "prefill" else config.prefill + index
-        cpus, threads = _share_of_cores(position, config.prefill + config.decode)
+        first = {"prefill": 0, "decode": config.num_prefill, "colocated": config.num_prefill + config.num_decode}
+        cpus, threads = share_of_cores(first[tier] + index, config.num_workers)
         arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size)]
         arguments += ["--max-num-sequences", str(config.max_num_sequences), "--threads", str(threads)]
         if cpus:
@@ -184,9 +214,12 @@ class LocalCluster:
         if tier == "prefill":
             arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
-        else:
+        elif tier == "decode":
             arguments += ["--admission", config.admission]
             arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
+        else:
+            arguments += ["--token-budget", str(config.token_budget), "--policy", config.colocated_policy]
+            arguments += ["--prompt-order", config.policy] + ([] if config.prefix_cache else ["--no-prefix-cache"])
         name = f"{tier}-{index}"
         return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
 
@@ -205,9 +238,10 @@ class LocalCluster:
     def start_router(self, *flags: str) -> Process:
         """Starts the router for all workers that are ready."""
         arguments = ["--served-model-name", self.model_name, "--port", str(self.config.port)]
-        for tier in ("prefill", "decode"):
+        for tier in TIERS:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
-            arguments += [f"--{tier}", *addresses]
+            if addresses:
+                arguments += [f"--{tier}", *addresses]
         return self._spawn("router", "router", [*arguments, *flags])
 
     @property
@@ -247,9 +281,7 @@ class LocalCluster:
             "model": self.model_name,
             "pid": os.getpid(),
             "router": entry(self.find("router")),
-            "prefill": [entry(p) for p in self.processes if p.name.startswith("prefill-")],
-            "decode": [entry(p) for p in self.processes if p.name.startswith("decode-")],
-        }
+        } | {tier: [entry(p) for p in self.processes if p.name.startswith(f"{tier}-")] for tier in TIERS}
 
     def dead(self) -> Process | None:
         """A process that ended by itself, if there is one."""
@@ -309,7 +341,7 @@ class LocalCluster:
                     target.flush()
 
 
-def _share_of_cores(position: int, num_workers: int) -> tuple[str, int]:
+def share_of_cores(position: int, num_workers: int) -> tuple[str, int]:
     """Cores (empty: any) and compute threads of one of `num_workers` workers."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // num_workers

@@ -121,26 +121,40 @@ class PrefillScheduler:
         """Whether a prompt of this length fits an empty pool."""
         return num_pages_for(num_tokens, self._page_size) <= self._pool.num_pages
 
-    def add(self, sequence: Sequence, priority: int = 0, deadline: float | None = None) -> None:
-        """Queues a prompt. deadline: on the clock of `schedule`'s `now`."""
+    def add(
+        self, sequence: Sequence, priority: int = 0, deadline: float | None = None, is_resumed: bool = False
+    ) -> None:
+        """Queues a prompt. deadline: on the clock of `schedule`'s `now`. is_resumed: it goes ahead of new ones."""
         slowdown = SLOWDOWN[self._policy]
         rank = self._arrived_tokens + slowdown * sequence.num_tokens if slowdown else 0
+        rank = -1 if is_resumed else rank
         self._arrived_tokens += sequence.num_tokens
         prompt = _Prompt(sequence, (-priority, rank, next(self._arrivals)), deadline)
         self._waiting[sequence.sequence_id] = prompt
 
     def schedule(
-        self, now: float = 0.0, tokens_per_second: float | None = None, reserved_pages: int = 0
+        self,
+        now: float = 0.0,
+        tokens_per_second: float | None = None,
+        reserved_pages: int = 0,
+        token_budget: int | None = None,
+        max_running: int | None = None,
     ) -> PrefillStep | None:
         """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
 
         tokens_per_second: the measured rate; prompts that can't be computed before their deadline are given up.
-        reserved_pages: pages to leave for others, such as running sequences of a colocated worker.
+        For a colocated worker: reserved_pages are left for its running answers; token_budget and max_running are what
+        these leave of a step and of the places for sequences.
         """
         expired = self._expire(now, tokens_per_second)
-        batch = self._plan(reserved_pages)
-        while not batch and self._give_back_youngest():
-            batch = self._plan(reserved_pages)
+        limits = (
+            reserved_pages,
+            self._token_budget if token_budget is None else token_budget,
+            self._max_num_sequences if max_running is None else max_running,
+        )
+        batch = self._plan(*limits)
+        while not batch and limits[1] > 0 and self.num_running > 1 and self.give_back_youngest():
+            batch = self._plan(*limits)
         return PrefillStep(tuple(batch), expired) if batch or expired else None
 
     def update(self, step: PrefillStep) -> None:
@@ -180,15 +194,15 @@ class PrefillScheduler:
             self.abort(sequence)
         return tuple(late)
 
-    def _plan(self, reserved_pages: int) -> list[ScheduledSequence]:
-        budget = Budget(self._token_budget, reserved_pages)
+    def _plan(self, reserved_pages: int, token_budget: int, max_running: int) -> list[ScheduledSequence]:
+        budget = Budget(token_budget, reserved_pages)
         blocked: list[_Prompt] = []
         for prompt in self._in_order():
             if budget.tokens == 0:
                 break
             sequence = prompt.sequence
             if sequence.sequence_id not in self._running:
-                if len(self._running) >= self._max_num_sequences:
+                if len(self._running) >= max_running:
                     self.refusals["sequences"] += 1
                     continue
                 # Later prompts may pass one that lacks pages, but only its own length of them.
@@ -260,12 +274,12 @@ class PrefillScheduler:
         if sequence.sampling.prompt_logprobs:
             budget.logit_rows -= tokens
 
-    def _give_back_youngest(self) -> bool:
-        """When half-done prompts hold what the others lack: the last in order starts anew. False if that won't help.
+    def give_back_youngest(self) -> bool:
+        """When half-done prompts hold what others lack: the last in order starts anew. False if there is none.
 
-        Promises make this impossible unless others took pages that were promised (a colocated worker's decoding).
+        Promises make this needless unless others took pages that were promised (a colocated worker's answers).
         """
-        if len(self._running) < 2:
+        if not self._running:
             return False
         prompt = max(self._running.values(), key=lambda p: p.order)
         sequence = prompt.sequence

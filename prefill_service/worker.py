@@ -29,11 +29,11 @@ from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
 from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, WriteEnded
 from prefill_service.config import PrefillConfig
-from prefill_service.rate import Rate
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
 from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
 from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.rate import Rate
 from worker.request import StopRule, check_command, logprobs_message, sampling_params
 from worker.stamps import Stamps
 

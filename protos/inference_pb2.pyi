@@ -896,7 +896,7 @@ class WorkerStatus(_message.Message):
     incarnation_id: _builtins.str
     """This run of it."""
     tier: _builtins.str
-    """"prefill" or "decode"."""
+    """"prefill", "decode" or "colocated"."""
     address: _builtins.str
     """Where it listens."""
     state: _builtins.str
@@ -960,7 +960,7 @@ class GetClusterStatusResponse(_message.Message):
     running_requests: _builtins.int
     """Requests bound to workers."""
     ready_pairs: _builtins.int
-    """Pairs that can move pages."""
+    """Pairs that can move pages, and colocated workers."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """All known workers."""

@@ -35,6 +35,8 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     """Computes prompts."""
     TIER_DECODE: _Tier.ValueType  # 2
     """Generates tokens."""
+    TIER_COLOCATED: _Tier.ValueType  # 3
+    """Does both, without a transfer."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """Which tier a worker belongs to."""
@@ -45,6 +47,8 @@ TIER_PREFILL: Tier.ValueType  # 1
 """Computes prompts."""
 TIER_DECODE: Tier.ValueType  # 2
 """Generates tokens."""
+TIER_COLOCATED: Tier.ValueType  # 3
+"""Does both, without a transfer."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _Stage:
@@ -104,6 +108,7 @@ class SessionRequest(_message.Message):
     CONNECT_PEER_FIELD_NUMBER: _builtins.int
     FORGET_PEER_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Opens the session."""
@@ -132,6 +137,10 @@ class SessionRequest(_message.Message):
     def flush_cache(self) -> Global___FlushCacheCommand:
         """To all: forget cached pages."""
 
+    @_builtins.property
+    def generate(self) -> Global___GenerateCommand:
+        """To colocated: compute a prompt and generate its answer."""
+
     def __init__(
         self,
         *,
@@ -142,12 +151,13 @@ class SessionRequest(_message.Message):
         connect_peer: Global___ConnectPeerCommand | None = ...,
         forget_peer: Global___ForgetPeerCommand | None = ...,
         flush_cache: Global___FlushCacheCommand | None = ...,
+        generate: Global___GenerateCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache", "generate"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -333,7 +343,7 @@ class WorkerLimits(_message.Message):
     max_num_sequences: _builtins.int
     """Sequences at once."""
     token_budget: _builtins.int
-    """Prompt tokens per step; prefill only."""
+    """Prompt tokens per step; not of decode workers."""
     vocab_size: _builtins.int
     """Number of token ids the model knows."""
     slowdown: _builtins.int
@@ -604,6 +614,66 @@ class PrefillCommand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
+
+@_typing.final
+class GenerateCommand(_message.Message):
+    """To colocated: compute a prompt and generate its answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Request to serve."""
+    attempt: _builtins.int
+    """Which try this is."""
+    num_prompt_tokens: _builtins.int
+    """How many of token_ids are the client's prompt."""
+    deadline_ms: _builtins.int
+    """Time left until the client's deadline, in milliseconds; 0 means none."""
+    cache_salt: _builtins.str
+    """Prompts with different salts never share pages."""
+    priority: _builtins.int
+    """Higher goes first."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Prompt, and the tokens already generated by earlier attempts."""
+
+    @_builtins.property
+    def sampling(self) -> Global___SamplingConfig:
+        """How to choose tokens."""
+
+    @_builtins.property
+    def stop(self) -> Global___StopConfig:
+        """When to end."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        sampling: Global___SamplingConfig | None = ...,
+        stop: Global___StopConfig | None = ...,
+        deadline_ms: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateCommand: _TypeAlias = GenerateCommand  # noqa: Y015
 
 @_typing.final
 class AbortCommand(_message.Message):

@@ -53,7 +53,11 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(dispatcher), server.server)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
     await server.start()
-    for addresses, tier in ((config.prefill, worker_pb2.TIER_PREFILL), (config.decode, worker_pb2.TIER_DECODE)):
+    for addresses, tier in (
+        (config.prefill, worker_pb2.TIER_PREFILL),
+        (config.decode, worker_pb2.TIER_DECODE),
+        (config.colocated, worker_pb2.TIER_COLOCATED),
+    ):
         for address in addresses:
             dispatcher.pool.add(address, tier)
     log.info("router listens", extra={"address": server.address, "model": model_name})

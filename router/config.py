@@ -19,6 +19,8 @@ class RouterConfig:
     """host:port of each prefill worker."""
     decode: tuple[str, ...] = ()
     """host:port of each decode worker."""
+    colocated: tuple[str, ...] = ()
+    """host:port of each worker that does both; such workers and pairs may serve side by side."""
     process: ProcessConfig = field(default_factory=ProcessConfig)
     served_model_name: str = ""
     """Name that clients use. Empty: the folder's name."""
@@ -35,7 +37,11 @@ class RouterConfig:
     is ended with RESOURCE_EXHAUSTED."""
 
     def __post_init__(self) -> None:
-        for flag, addresses in (("--prefill", self.prefill), ("--decode", self.decode)):
+        for flag, addresses in (
+            ("--prefill", self.prefill),
+            ("--decode", self.decode),
+            ("--colocated", self.colocated),
+        ):
             for address in addresses:
                 host, _, port = address.rpartition(":")
                 if not host or not port.isdigit() or not 1 <= int(port) <= 65535:

@@ -115,6 +115,9 @@ class Dispatcher:
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
         request.model_hashes = model_hashes(prefill)
+        if prefill is decode:
+            self._generate(request, decode)
+            return
         prefill.requests.add(request)
         decode.requests.add(request)
         self._running[request.wire_id, request.attempt] = request
@@ -133,6 +136,25 @@ class Dispatcher:
             was_preempted=request.was_preempted,
         )
         decode.send(worker_pb2.SessionRequest(reserve=command))
+
+    def _generate(self, request: Request, worker: WorkerLink) -> None:
+        """A colocated worker does both phases: one leg, which counts as the decode leg."""
+        request.state = RequestState.RUNNING
+        request.prefill = None
+        worker.requests.add(request)
+        self._running[request.wire_id, request.attempt] = request
+        command = worker_pb2.GenerateCommand(
+            request_id=request.wire_id,
+            attempt=request.attempt,
+            token_ids=request.token_ids,
+            num_prompt_tokens=len(request.checked.prompt_token_ids),
+            sampling=request.sampling,
+            stop=request.checked.stop,
+            deadline_ms=request.remaining_ms(),
+            cache_salt=request.checked.cache_salt,
+            priority=request.checked.priority,
+        )
+        worker.send(worker_pb2.SessionRequest(generate=command))
 
     # events of workers
 
@@ -250,6 +272,7 @@ class Dispatcher:
         """A session broke: what ran there goes on elsewhere, from its next token."""
         lost = list(link.requests)
         log.warning("requests lose a worker", extra={"worker": link.address, "requests": len(lost)})
+        # The only leg of a colocated worker is the decode leg.
         tier = "prefill" if link.tier == worker_pb2.TIER_PREFILL else "decode"
         for request in lost:
             self._close_leg(request, tier, abort=False)

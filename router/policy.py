@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
+from protos import worker_pb2
+
 if TYPE_CHECKING:
     from router.request import Request
     from router.worker_pool import WorkerLink
@@ -86,5 +88,8 @@ def work_before(prefill: WorkerLink, request: Request) -> int:
 def _has_little_work_before(prefill: WorkerLink, request: Request) -> bool:
     assert prefill.info is not None
     limits = prefill.info.limits
-    bound = sum(1 for r in prefill.requests if r.num_attempt_tokens == 0)
+    if prefill.tier == worker_pb2.TIER_COLOCATED:
+        bound = len(prefill.requests)  # answers have places there too
+    else:
+        bound = sum(1 for r in prefill.requests if r.num_attempt_tokens == 0)
     return work_before(prefill, request) < limits.token_budget and bound < limits.max_num_sequences

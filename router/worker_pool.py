@@ -86,12 +86,18 @@ class WorkerPool:
         self._on_event, self._on_lost, self._on_change = on_event, on_lost, on_change
         self.prefill: list[WorkerLink] = []
         self.decode: list[WorkerLink] = []
+        self.colocated: list[WorkerLink] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def add(self, address: str, tier: worker_pb2.Tier.ValueType) -> WorkerLink:
         """Starts keeping a session with the worker at an address."""
         link = WorkerLink(address, tier)
-        (self.prefill if tier == worker_pb2.TIER_PREFILL else self.decode).append(link)
+        of_tier = {
+            worker_pb2.TIER_PREFILL: self.prefill,
+            worker_pb2.TIER_DECODE: self.decode,
+            worker_pb2.TIER_COLOCATED: self.colocated,
+        }
+        of_tier[tier].append(link)
         self._start(self._keep_session(link))
         return link
 
@@ -104,11 +110,12 @@ class WorkerPool:
     @property
     def links(self) -> list[WorkerLink]:
         """All workers."""
-        return [*self.prefill, *self.decode]
+        return [*self.prefill, *self.decode, *self.colocated]
 
     def ready_pairs(self) -> list[tuple[WorkerLink, WorkerLink]]:
-        """Pairs (prefill, decode) that can move pages."""
-        return [
+        """Pairs (prefill, decode) that can move pages. A colocated worker is a pair with itself."""
+        alone = [(link, link) for link in self.colocated if link.is_open]
+        return alone + [
             (prefill, decode)
             for prefill in self.prefill
             for decode in self.decode
@@ -117,7 +124,8 @@ class WorkerPool:
 
     def slowdown(self) -> int:
         """Order of prompts, as the prefill workers keep it; see `WorkerLimits.slowdown`."""
-        return next((link.info.limits.slowdown for link in self.prefill if link.info is not None), 0)
+        computing = [*self.prefill, *self.colocated]
+        return next((link.info.limits.slowdown for link in computing if link.info is not None), 0)
 
     def limits(self) -> ClusterLimits | None:
         """What the ready pairs can take; None while there is none."""
@@ -137,8 +145,8 @@ class WorkerPool:
 
     def why_not_ready(self) -> str:
         """In words, for clients and people."""
-        if not self.prefill or not self.decode:
-            return "this router was given no prefill or no decode worker"
+        if not self.colocated and not (self.prefill and self.decode):
+            return "this router was given no prefill or no decode worker, and no colocated one"
         parts = []
         for link in self.links:
             tier = _tier_name(link.tier)

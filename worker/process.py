@@ -24,6 +24,7 @@ from engine.page_pool import PagePool
 from engine.sequence import num_pages_for
 from kv_transfer.base import PageRegion, Transport
 from kv_transfer.layout import Fingerprint
+from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transfer_thread import TransferThread
 from protos import worker_pb2, worker_pb2_grpc
@@ -134,15 +135,17 @@ async def _serve(
     agent_name = f"{worker_id}/{incarnation_id}"
     inbox = Inbox()
     device = kv_cache.tensor.device
-    transport: Transport = NixlTransport(
-        agent_name,
-        PageRegion(
-            kv_cache.base_address,
-            kv_cache.num_pages,
-            kv_cache.page_bytes,
-            "DRAM" if device.type == "cpu" else "VRAM",
-            device.index or 0,
-        ),
+    region = PageRegion(
+        kv_cache.base_address,
+        kv_cache.num_pages,
+        kv_cache.page_bytes,
+        "DRAM" if device.type == "cpu" else "VRAM",
+        device.index or 0,
+    )
+    # A colocated worker moves nothing, so it runs where NIXL does not.
+    is_alone = tier == worker_pb2.TIER_COLOCATED
+    transport: Transport = (
+        LocalTransport(LocalHub(), agent_name, region) if is_alone else NixlTransport(agent_name, region)
     )
     transfers = TransferThread(transport, inbox.put)
     pool = PagePool(kv_cache.num_pages)

@@ -57,7 +57,9 @@ class StopRule:
         return inference_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def check_command(command: worker_pb2.ReserveCommand | worker_pb2.PrefillCommand, vocab_size: int) -> str | None:
+def check_command(
+    command: worker_pb2.ReserveCommand | worker_pb2.PrefillCommand | worker_pb2.GenerateCommand, vocab_size: int
+) -> str | None:
     """Why a command's tokens, sampling and stops can't be computed, or None.
 
     A second look after the router's: nothing that could raise in the engine loop reaches it.

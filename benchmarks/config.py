@@ -1,0 +1,165 @@
+"""Settings of `kvferry bench`. Nothing heavy in here: the command line reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from engine.config import DTypeName
+from engine.model_store import DEFAULT_MODEL
+
+WorkloadKind = Literal["lognormal", "fixed", "uniform", "conversations", "azure", "mooncake", "sharegpt"]
+Arrivals = Literal["poisson", "gamma", "fixed", "ramp", "trace", "closed"]
+
+
+@dataclass(frozen=True)
+class RunCommand:
+    """Sends a load to a running endpoint and reports what its client saw."""
+
+    address: str = "127.0.0.1:50051"
+    """host:port of a kvferry router (gRPC)."""
+    openai_url: str = ""
+    """Measure this instead: base URL of any server with OpenAI's completions, for example http://127.0.0.1:8000/v1."""
+    model: str = ""
+    """Model name for --openai-url."""
+    ignore_eos: bool = True
+    """Exact answer lengths: ask the OpenAI server to ignore EOS, which not every one knows."""
+
+    workload: WorkloadKind = "lognormal"
+    """Lengths: drawn (lognormal, uniform, fixed), turns of conversations, or a trace file."""
+    trace: Path | None = None
+    """File for azure (CSV), mooncake (JSONL) or sharegpt (JSONL). Unset: the slice that comes with kvferry, if any."""
+    num_requests: int = 100
+    """Requests to offer, warm-up not counted."""
+    prompt_tokens: float = 300
+    """Mean prompt length, for drawn lengths; mean message length, for conversations."""
+    output_tokens: float = 64
+    """Mean answer length, for drawn lengths."""
+    spread: float = 0.5
+    """lognormal: sigma; uniform: half the width as a share of the mean."""
+    shared_prefix: int = 0
+    """Tokens with which prompts begin alike, for drawn lengths."""
+    num_prefixes: int = 1
+    """How many such beginnings there are."""
+    turns: int = 4
+    """Turns of each conversation."""
+    scale: float = 1.0
+    """Lengths of a trace times this, to fit a model."""
+    max_prompt_tokens: int = 1500
+    """Longer prompts are cut."""
+    max_output_tokens: int = 400
+    """Longer answers are cut."""
+
+    arrivals: Arrivals = "poisson"
+    """Open loop: poisson, gamma, fixed, ramp or the trace's own times. closed: so many at once."""
+    rate: float = 1.0
+    """Requests per second, for open loops."""
+    end_rate: float | None = None
+    """ramp: the rate at the end; unset: twice --rate."""
+    burstiness: float = 1.0
+    """gamma: shape of the gaps; below 1 is more bursty than poisson."""
+    speed: float = 1.0
+    """trace: its times run so many times as fast."""
+    concurrency: int = 8
+    """closed: requests at any time."""
+
+    warmup: int = 4
+    """Requests sent first and left out; their prompts are others than any that is measured."""
+    timeout: float = 300.0
+    """Deadline of each request in seconds."""
+    seed: int = 0
+    """Same seed, same load."""
+    slo_ttft_ms: float | None = None
+    """Count requests whose first token came in time ..."""
+    slo_tpot_ms: float | None = None
+    """... and whose time per output token stayed below this."""
+    output: Path | None = None
+    """Write all numbers as JSON here."""
+
+
+@dataclass(frozen=True)
+class CompareCommand:
+    """Two tiers against colocated workers on this machine, matched; writes report.html, plots and JSON."""
+
+    loads: tuple[str, ...] = ("long-prompts", "long-answers", "azure-conv")
+    """Which loads: long-prompts, long-answers, mixed, azure-conv."""
+    workers: int = 2
+    """Workers in every arm; cores are shared equally among them."""
+    splits: tuple[str, ...] = ("1:1",)
+    """Two-tier arms, prefill:decode; each must add up to --workers."""
+    token_budgets: tuple[int, ...] = (128, 512)
+    """Colocated arms, one per token budget; the best counts."""
+    model: str = DEFAULT_MODEL
+    """Name of a built-in model, folder, GGUF file or hub id."""
+    dtype: DTypeName = "auto"
+    """Element type, the same in all arms."""
+    max_model_len: int | None = 2048
+    """Longest sequence in tokens."""
+    pages_per_worker: int = 2000
+    """KV pages of each worker, the same in all arms."""
+    slo_ttft_ms: float = 1500.0
+    """Time to first token that a request has to meet."""
+    slo_tpot_ms: float = 60.0
+    """Time per output token that it has to meet."""
+    seconds: float = 15.0
+    """Length of each measured run."""
+    repeats: int = 3
+    """Searches per arm."""
+    trials: int = 6
+    """Measured rates per search, at most."""
+    first_rate: float = 1.0
+    """Requests per second to begin with."""
+    seed: int = 0
+    """Same seed, same loads."""
+    output: Path = Path("bench-compare")
+    """Folder for report.html, PNG and JSON."""
+
+
+@dataclass(frozen=True)
+class MapCommand:
+    """Where splitting pays: goodput ratio over prompt and output length; writes map.png and map.json."""
+
+    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
+    """Prompt lengths."""
+    output_tokens: tuple[int, ...] = (8, 32, 128)
+    """Answer lengths."""
+    slo_factor: float = 4.0
+    """Each cell's SLO: so many times what a lone request takes."""
+    workers: int = 2
+    """Workers in every arm."""
+    splits: tuple[str, ...] = ("1:1",)
+    """Two-tier arms, prefill:decode."""
+    token_budgets: tuple[int, ...] = (128, 512)
+    """Colocated arms, one per token budget; the best counts."""
+    model: str = DEFAULT_MODEL
+    """Name of a built-in model, folder, GGUF file or hub id."""
+    dtype: DTypeName = "auto"
+    """Element type, the same in all arms."""
+    max_model_len: int | None = 2048
+    """Longest sequence in tokens."""
+    pages_per_worker: int = 2000
+    """KV pages of each worker, the same in all arms."""
+    seconds: float = 8.0
+    """Length of each measured run."""
+    repeats: int = 1
+    """Searches per arm and cell."""
+    trials: int = 5
+    """Measured rates per search, at most."""
+    seed: int = 0
+    """Same seed, same loads."""
+    output: Path = Path("bench-map")
+    """Folder for map.png and map.json."""
+
+
+@dataclass(frozen=True)
+class BenchCommand:
+    """Measures an endpoint, compares two tiers with colocated workers, or maps where splitting pays."""
+
+    command: (
+        Annotated[RunCommand, tyro.conf.subcommand("run")]
+        | Annotated[CompareCommand, tyro.conf.subcommand("compare")]
+        | Annotated[MapCommand, tyro.conf.subcommand("map")]
+    ) = field(default_factory=RunCommand)

@@ -1,0 +1,180 @@
+"""What is asked: prompts, answer lengths and, for traces, when. Made from a seed, so that every arm gets the same.
+
+Prompts are token ids. Contents are synthetic: what matters is which prompts begin alike, so equal `hash_ids` of a
+Mooncake trace become equal blocks of tokens, turns of a conversation begin with the turns before, all else is drawn.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+
+LengthKind = Literal["fixed", "uniform", "lognormal"]
+LOWEST_TOKEN, HIGHEST_TOKEN = 300, 30_000
+"""Range of synthetic token ids: no special tokens, and in every common vocabulary."""
+MOONCAKE_BLOCK = 512
+"""Tokens that one hash id of a Mooncake trace stands for."""
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """One request to offer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Exact length of the answer: EOS is ignored."""
+    arrival: float | None = None
+    """Seconds from the start, if the workload says when."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A distribution of lengths in tokens."""
+
+    kind: LengthKind
+    mean: float
+    spread: float = 0.0
+    """uniform: half the width as a share of the mean; lognormal: sigma."""
+
+    def draw(self, random: np.random.Generator, count: int) -> list[int]:
+        """`count` lengths, each at least 1."""
+        match self.kind:
+            case "fixed":
+                values = np.full(count, self.mean)
+            case "uniform":
+                values = random.uniform(self.mean * (1 - self.spread), self.mean * (1 + self.spread), count)
+            case "lognormal":
+                values = random.lognormal(np.log(self.mean) - self.spread**2 / 2, self.spread, count)
+        return [max(1, round(value)) for value in values]
+
+
+def synthetic(
+    count: int, prompt: Lengths, output: Lengths, seed: int, shared_prefix: int = 0, num_prefixes: int = 1
+) -> list[LoadRequest]:
+    """Prompts of drawn lengths; each begins with one of `num_prefixes` prefixes of `shared_prefix` tokens."""
+    random = np.random.default_rng(seed)
+    prefixes = [_tokens(random, shared_prefix) for _ in range(num_prefixes)]
+    lengths = zip(prompt.draw(random, count), output.draw(random, count), strict=True)
+    return [
+        LoadRequest(prefixes[int(random.integers(num_prefixes))] + _tokens(random, num_prompt), num_output)
+        for num_prompt, num_output in lengths
+    ]
+
+
+def conversations(count: int, turns: int, message: Lengths, output: Lengths, seed: int) -> list[LoadRequest]:
+    """`count` requests of conversations of `turns` turns, one turn of each after the other.
+
+    A turn's prompt is the conversation so far; answers in it are synthetic, so that prompts do not depend on the model.
+    """
+    random = np.random.default_rng(seed)
+    talks: list[tuple[int, ...]] = [()] * -(-count // turns)
+    requests: list[LoadRequest] = []
+    for _ in range(turns):
+        for place, talk in enumerate(talks):
+            [num_message], [num_output] = message.draw(random, 1), output.draw(random, 1)
+            prompt = talk + _tokens(random, num_message)
+            requests.append(LoadRequest(prompt, num_output))
+            talks[place] = prompt + _tokens(random, num_output)
+    return requests[:count]
+
+
+def from_azure_csv(path: Path, count: int, seed: int) -> list[LoadRequest]:
+    """A trace of columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure LLM inference traces)."""
+    random = np.random.default_rng(seed)
+    requests = []
+    with path.open(newline="") as file:
+        for row in _first(csv.DictReader(file), count):
+            # Seven digits of a second; datetime reads six.
+            time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
+            num_output = max(1, int(row["GeneratedTokens"]))
+            requests.append(LoadRequest(_tokens(random, max(1, int(row["ContextTokens"]))), num_output, time))
+    return _from_start(requests)
+
+
+def from_mooncake_jsonl(path: Path, count: int, seed: int) -> list[LoadRequest]:
+    """A trace with timestamp (ms), input_length, output_length and hash_ids, each for a block of 512 tokens."""
+    blocks: dict[int, tuple[int, ...]] = {}
+    random = np.random.default_rng(seed)
+    requests = []
+    with path.open() as file:
+        for line in _first(file, count):
+            row = json.loads(line)
+            prompt: tuple[int, ...] = ()
+            for hash_id in row["hash_ids"]:
+                if hash_id not in blocks:
+                    blocks[hash_id] = _tokens(np.random.default_rng((seed, hash_id)), MOONCAKE_BLOCK)
+                prompt += blocks[hash_id]
+            missing = max(0, row["input_length"] - len(prompt))
+            prompt = (prompt + _tokens(random, missing))[: max(1, row["input_length"])]
+            requests.append(LoadRequest(prompt, max(1, row["output_length"]), row["timestamp"] / 1e3))
+    return _from_start(requests)
+
+
+def from_sharegpt_jsonl(path: Path, count: int, seed: int) -> list[LoadRequest]:
+    """Lengths of real conversations: lines with `conversations: [{from, value}, ...]`; first question and answer.
+
+    Lengths are taken as a token for each 4 characters, since texts are replaced by synthetic tokens.
+    """
+    random = np.random.default_rng(seed)
+    requests = []
+    with path.open() as file:
+        for line in _first(file, count):
+            turns = json.loads(line)["conversations"]
+            if len(turns) >= 2:
+                num_prompt, num_output = (max(1, len(turn["value"]) // 4) for turn in turns[:2])
+                requests.append(LoadRequest(_tokens(random, num_prompt), num_output))
+    return requests
+
+
+def scaled(requests: Iterable[LoadRequest], factor: float, max_prompt: int, max_output: int) -> list[LoadRequest]:
+    """Lengths times `factor`, cut to what a model takes. Prompts keep their beginnings, so what was shared stays so."""
+    return [
+        replace(
+            request,
+            prompt=request.prompt[: max(1, min(max_prompt, round(len(request.prompt) * factor)))],
+            max_tokens=max(1, min(max_output, round(request.max_tokens * factor))),
+        )
+        for request in requests
+    ]
+
+
+def with_arrivals(requests: Iterable[LoadRequest], times: Iterable[float]) -> list[LoadRequest]:
+    """The requests in order, each at its time."""
+    return [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
+
+
+def as_text(prompt: tuple[int, ...]) -> str:
+    """A text of as many words as there are tokens, for servers that take no ids; equal beginnings stay equal."""
+    return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)
+
+
+_SOME_WORDS = """time year people way day man thing woman life child world school state family student group country
+problem
+hand part place case week company system program question work number night point home water room mother"""
+_WORDS = tuple(_SOME_WORDS.split())
+
+
+def _tokens(random: np.random.Generator, count: int) -> tuple[int, ...]:
+    return tuple(map(int, random.integers(LOWEST_TOKEN, HIGHEST_TOKEN, count)))
+
+
+Item = TypeVar("Item")
+
+
+def _first(items: Iterable[Item], count: int) -> Iterator[Item]:
+    for place, item in enumerate(items):
+        if place >= count:
+            return
+        yield item
+
+
+def _from_start(requests: list[LoadRequest]) -> list[LoadRequest]:
+    first = requests[0].arrival or 0.0 if requests else 0.0
+    return [replace(request, arrival=(request.arrival or 0.0) - first) for request in requests]

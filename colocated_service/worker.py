@@ -1,0 +1,326 @@
+"""The colocated worker's loop: receive, schedule, run, deliver. Both phases, one page pool, nothing to transfer.
+
+The life of a request here:
+
+1. *waiting*    GenerateCommand came.
+2. *prompt*     its chunks are computed, in steps that also give running answers their tokens.
+3. *answer*     one token per step. If pages run out it waits again, with the tokens it has, and is computed again.
+4. *released*   it ended. Its pages stay as cache.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import grpc
+
+from colocated_service.config import ColocatedConfig
+from colocated_service.scheduler import ColocatedScheduler, ColocatedStep
+from engine.model_runner import PromptLogits, StepLogits, StepRunner
+from engine.prefix_cache import PrefixCache
+from engine.sampler import Choice, TokenLogprobs, logprobs_at, sample
+from engine.sequence import Sequence
+from protos import inference_pb2, worker_pb2
+from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.rate import Rate
+from worker.request import StopRule, check_command, logprobs_message, sampling_params
+from worker.stamps import Stamps
+
+log = logging.getLogger(__name__)
+
+RequestKey = tuple[str, int]
+"""(request id, attempt)"""
+
+
+@dataclass(eq=False)
+class _Request:
+    """One sequence and what its router is still to hear."""
+
+    session_id: int
+    key: RequestKey
+    sequence: Sequence
+    stop: StopRule
+    stamps: Stamps = field(default_factory=Stamps)
+    num_chunks: int = 0
+    was_preempted: bool = False
+    is_first_output: bool = True
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt tokens after the first, so far; if asked for."""
+
+
+class ColocatedWorker:
+    """Owns scheduler, page pool and requests; only its thread touches them."""
+
+    def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
+        self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
+        self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._scheduler = ColocatedScheduler(
+            parts.pool,
+            self._cache,
+            parts.page_size,
+            config.token_budget,
+            config.max_num_sequences,
+            config.policy,
+            config.prompt_order,
+        )
+        self._rate = Rate()
+        self._prompt_tokens = self._hit_tokens = 0
+        self._requests: dict[RequestKey, _Request] = {}
+        self._by_sequence: dict[str, _Request] = {}
+        self._last_load: worker_pb2.LoadReport | None = None
+        self._failed_steps = 0
+
+    def run(self) -> None:
+        """Runs until a Stop message."""
+        step: ColocatedStep | None = None
+        while self._receive(wait=step is None):
+            step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
+            if step is not None:
+                self._let_go(step)
+                self._run_and_deliver(step)
+            self._report_load()
+            self._parts.sessions.flush()
+
+    def _let_go(self, step: ColocatedStep) -> None:
+        """Those that this step has no time or no pages for."""
+        for sequence in step.expired:
+            reason = "the deadline passed, or can't be met any more, before the prompt was computed"
+            self._fail(self._by_sequence[sequence.sequence_id], grpc.StatusCode.DEADLINE_EXCEEDED, reason, False)
+        for sequence in step.preempted:
+            request = self._by_sequence[sequence.sequence_id]
+            self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
+            request.was_preempted = True
+
+    def _run_and_deliver(self, step: ColocatedStep) -> None:
+        if not step.batch:
+            return
+        started = time.monotonic()
+        for entry in step.answers:
+            self._by_sequence[entry.sequence.sequence_id].stamps.reach(worker_pb2.STAGE_DECODE_STARTED)
+        for entry in step.prompts:
+            self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
+        try:
+            logits = self._runner.run(step.batch)
+            self._deliver(step, logits)
+            self._failed_steps = 0
+        except Exception as error:
+            log.exception("a step failed")
+            for entry in step.batch:
+                failed = self._by_sequence.get(entry.sequence.sequence_id)
+                if failed is not None:
+                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the step failed: {error}", retryable=True)
+            self._failed_steps += 1
+            if self._failed_steps >= MAX_FAILED_STEPS:
+                # Broken for good: a dead worker's requests go on elsewhere, a broken one would attract more of them.
+                self._parts.sessions.flush()
+                raise
+        seconds = time.monotonic() - started
+        if step.num_prompt_tokens:
+            self._rate.add(step.num_prompt_tokens, seconds)
+        self._parts.metrics.step_seconds.observe(seconds)
+        self._parts.metrics.prompt_tokens.inc(step.num_prompt_tokens)
+
+    def _begin_chunk(self, request: _Request) -> None:
+        sequence = request.sequence
+        request.stamps.reach(worker_pb2.STAGE_PREFILL_STARTED)
+        if request.num_chunks == 0:
+            self._prompt_tokens += sequence.num_tokens
+            self._hit_tokens += sequence.num_cached_tokens
+            self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
+        request.num_chunks += 1
+
+    # receive
+
+    def _receive(self, wait: bool) -> bool:
+        """Handles what arrived. False: stop."""
+        for message in self._parts.inbox.take(wait):
+            if isinstance(message, Stop):
+                return False
+            self._handle(message)
+        return True
+
+    def _handle(self, message: InboxMessage) -> None:
+        match message:
+            case SessionOpened(session_id):
+                self._tell_newcomer(session_id)
+            case SessionCommand(session_id, request):
+                self._handle_command(session_id, request)
+            case SessionClosed(session_id):
+                for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
+                    self._abort(orphan)
+
+    def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
+        match request.WhichOneof("command"):
+            case "generate":
+                self._submit(session_id, request.generate)
+            case "abort":
+                found = self._requests.get((request.abort.request_id, request.abort.attempt))
+                if found is not None and found.session_id == session_id:
+                    self._abort(found)
+            case "flush_cache":
+                self._cache.flush()
+            case other:
+                log.warning("ignored a command that is not for a colocated worker", extra={"command": other})
+
+    def _submit(self, session_id: int, command: worker_pb2.GenerateCommand) -> None:
+        key = (command.request_id, command.attempt)
+        sequence = Sequence(
+            sequence_id=f"{command.request_id}#{command.attempt}",
+            token_ids=list(command.token_ids),
+            num_prompt_tokens=command.num_prompt_tokens,
+            sampling=sampling_params(command.sampling, command.stop),
+            cache_salt=command.cache_salt,
+        )
+        request = _Request(session_id, key, sequence, StopRule(command.stop))
+        max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
+        refusal = check_command(command, self._vocab_size)
+        if key in self._requests:
+            refusal = f"request {command.request_id}, attempt {command.attempt}, is known already"
+        elif not self._scheduler.can_ever_fit(max_num_tokens):
+            refusal = f"prompt and answer of {max_num_tokens} tokens do not fit {self._parts.pool.num_pages} pages"
+        if refusal is not None:
+            self._send_failure(request, grpc.StatusCode.INVALID_ARGUMENT, refusal, retryable=False)
+            return
+        self._requests[key] = request
+        self._by_sequence[sequence.sequence_id] = request
+        deadline = time.monotonic() + command.deadline_ms / 1e3 if command.deadline_ms else None
+        self._scheduler.add(sequence, command.stop.max_tokens, command.priority, deadline)
+
+    # deliver
+
+    def _deliver(self, step: ColocatedStep, logits: StepLogits) -> None:
+        """One message per router with the new tokens of all of its sequences."""
+        for prompt in logits.prompts:
+            self._take_prompt_logits(prompt)
+        sequences = [entry.sequence for entry in logits.scheduled]
+        chosen = sample(logits.logits, sequences) if logits.logits is not None else []
+        self._scheduler.update(step)
+        outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
+        try:
+            for sequence, choice in zip(sequences, chosen, strict=True):
+                request = self._by_sequence[sequence.sequence_id]
+                if choice.token_id is None:
+                    self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
+                else:
+                    outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
+        finally:
+            # Also if a later one fails: these have their tokens, and some have ended with them.
+            for session_id, of_session in outputs.items():
+                event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
+                self._parts.sessions.add(session_id, event)
+
+    def _take_prompt_logits(self, prompt: PromptLogits) -> None:
+        """The logits behind each prompt token tell the probability of the next."""
+        sequence = prompt.scheduled.sequence
+        start = sequence.num_computed_tokens
+        following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
+        found = logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
+        self._by_sequence[sequence.sequence_id].prompt_logprobs[start:] = found
+
+    def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
+        sequence = request.sequence
+        sequence.token_ids.append(token)
+        self._parts.metrics.output_tokens.inc()
+        request.stamps.reach(worker_pb2.STAGE_PREFILL_FINISHED)
+        finish_reason = request.stop.finish_reason(sequence)
+        if finish_reason:
+            request.stamps.reach(worker_pb2.STAGE_FINISHED)
+        output = worker_pb2.TokenOutput(
+            request_id=request.key[0],
+            attempt=request.key[1],
+            first_index=sequence.num_output_tokens - 1,
+            token_ids=[token],
+            finish_reason=finish_reason,
+            stamps=request.stamps.take(),
+        )
+        if choice.logprobs is not None:
+            output.logprobs.CopyFrom(logprobs_message([choice.logprobs]))
+        if request.is_first_output:
+            request.is_first_output = False
+            output.num_cached_tokens = sequence.num_cached_tokens
+            if sequence.sampling.prompt_logprobs:
+                output.prompt_logprobs.CopyFrom(logprobs_message(request.prompt_logprobs))
+        if finish_reason:
+            self._scheduler.finish(sequence)
+            self._forget(request)
+            self._parts.metrics.count_end("finished")
+            moved = inference_pb2.KvTransfer(num_chunks=request.num_chunks)
+            event = worker_pb2.TransferFinishedEvent(
+                request_id=request.key[0], attempt=request.key[1], kv_transfer=moved
+            )
+            self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(transfer_finished=event))
+        return output
+
+    # ends
+
+    def _abort(self, request: _Request) -> None:
+        """Nobody wants it any more. Its length is worth knowing: the router may have found a stop string."""
+        self._scheduler.finish(request.sequence)
+        self._forget(request)
+        self._parts.metrics.count_end("aborted")
+
+    def _fail(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
+        """Ends a request and tells the router why."""
+        self._send_failure(request, code, message, retryable)
+        self._forget(request)
+        self._parts.metrics.count_end("failed")
+
+    def _forget(self, request: _Request) -> None:
+        self._scheduler.abort(request.sequence)
+        del self._requests[request.key]
+        del self._by_sequence[request.sequence.sequence_id]
+
+    def _send_failure(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
+        log.warning("request failed", extra={"request_id": request.key[0], "reason": message})
+        failure = worker_pb2.RequestFailedEvent(
+            request_id=request.key[0],
+            attempt=request.key[1],
+            status_code=code.value[0],
+            message=message,
+            retryable=retryable,
+        )
+        self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(request_failed=failure))
+
+    # load
+
+    def _tell_newcomer(self, session_id: int) -> None:
+        """A router connected: it gets the load with the next report, and all keys of the cache now."""
+        self._last_load = None
+        message = worker_pb2.CacheEvents(added=self._cache.keys())
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
+
+    def _report_load(self) -> None:
+        prompts, answers, counts = self._scheduler.prompts, self._scheduler.answers, self._parts.pool.counts()
+        self._parts.metrics.set_sequences(
+            waiting=prompts.num_waiting, prompt=prompts.num_running, running=answers.num_running
+        )
+        load = worker_pb2.LoadReport(
+            free_pages=counts.free,
+            cached_pages=counts.cached,
+            held_pages=counts.held,
+            promised_pages=answers.expected_growth_pages,
+            queued_tokens=prompts.queued_tokens,
+            running_tokens=prompts.running_tokens,
+            queued_seconds=self._rate.seconds_for(prompts.queued_tokens + prompts.running_tokens),
+            num_sequences=len(self._requests),
+            step_ms=self._rate.step_seconds * 1e3,
+            hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
+        )
+        self._parts.metrics.queued_seconds.set(load.queued_seconds)
+        self._parts.metrics.expected_growth_pages.set(load.promised_pages)
+        self._parts.metrics.set_refusals(prompts.refusals)
+        self._parts.metrics.prompt_restarts.set(prompts.num_restarts)
+        if load != self._last_load:
+            self._last_load = load
+            self._broadcast(worker_pb2.SessionResponse(load=load))
+        if events := self._cache.take_events():
+            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
+            self._broadcast(worker_pb2.SessionResponse(cache=message))
+
+    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
+        for session_id in self._parts.sessions.all_ids():
+            self._parts.sessions.add(session_id, event)
