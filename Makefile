@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test check protos bench-engine bench-prefill bench-policy bench-decode bench-chat clean
+.PHONY: setup demo test check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router clean
 
 setup: $(VENV)/.ready
 
@@ -32,6 +32,9 @@ check: setup
 protos: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh protos/generate.sh
 
+bench: setup
+	$(BIN)/kvferry bench compare --loads long-prompts long-answers --seconds 8 --trials 3 --repeats 1
+
 bench-engine: setup
 	$(BIN)/python -m benchmarks.engine
 
@@ -43,6 +46,9 @@ bench-policy: setup
 
 bench-decode: setup
 	$(BIN)/python -m benchmarks.decode
+
+bench-router: setup
+	$(BIN)/python -m benchmarks.router
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.chat

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.arrivals import arrival_times
-from benchmarks.workload import Lengths, LoadRequest, synthetic, with_arrivals
+from benchmarks.workload import Lengths, LoadRequest, scaled, synthetic, with_arrivals
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
 from kvferry.local import ClusterConfig, share_of_cores
@@ -113,7 +113,7 @@ def standard_loads() -> dict[str, Load]:
     """Loads made of drawn lengths."""
 
     def drawn(prompt: Lengths, output: Lengths) -> MakeRequests:
-        return lambda count, seed: synthetic(count, prompt, output, seed)
+        return lambda count, seed: scaled(synthetic(count, prompt, output, seed), 1.0, 1800, 240)
 
     return {
         load.name: load

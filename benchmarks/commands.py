@@ -109,7 +109,7 @@ def _timed(command: RunCommand, requests: list[LoadRequest]) -> list[LoadRequest
 
 def _target(command: RunCommand) -> Target:
     if command.openai_url:
-        return OpenAiTarget(command.openai_url, command.model, command.timeout, command.ignore_eos)
+        return OpenAiTarget(command.openai_url, command.model, command.timeout, command.ignore_eos, command.openai_chat)
     return GrpcTarget(command.address, command.timeout)
 
 
@@ -237,9 +237,9 @@ def _compare(command: CompareCommand, console: Console) -> int:
                 write_report(comparisons, command.output)
     page = command.output / "report.html"
     for comparison in comparisons:
-        table = Table("arm", "goodput requests/s", "per repeat", title=f"{comparison.load}: {comparison.describe}")
+        table = Table("arm", "goodput requests/s", "95 % interval", title=f"{comparison.load}: {comparison.describe}")
         for arm in comparison.arms:
-            table.add_row(arm.name, f"{arm.goodput:.2f}", ", ".join(f"{value:.2f}" for value in arm.goodputs))
+            table.add_row(arm.name, f"{arm.goodput:.2f}", f"{arm.interval[0]:.2f} to {arm.interval[1]:.2f}")
         console.print(table)
         for sentence in verdict(comparison):
             console.print(sentence, highlight=False)

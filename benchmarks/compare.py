@@ -3,7 +3,8 @@
 Every arm is a real cluster with the same cores, pages, model, kernels, router, prompts, arrivals and lengths. All
 clusters are up at once, but only one is under load at any time, and they take turns, so that a slow minute of the
 machine hits all.
-For each arm the highest rate is sought at which at least 90 % of the offered requests meet both SLOs (goodput).
+For each arm the highest rate is sought at which at least 90 % of the offered requests meet both SLOs (goodput). Each
+rate is measured several times, with other prompts and arrivals, and the counts are added up before the search decides.
 Of the colocated arms (one per token budget) the best one counts: the baseline has to be a strong one.
 """
 
@@ -31,7 +32,7 @@ from benchmarks.goodput import GoodputSearch, Trial
 from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
 from benchmarks.targets import GrpcTarget
-from benchmarks.workload import LoadRequest
+from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, fitted
 from kvferry.client import Client
 from kvferry.local import LocalCluster
 
@@ -46,9 +47,9 @@ class CompareSettings:
     seconds: float
     """Length of each measured run."""
     repeats: int
-    """Searches per arm, each with other arrivals and prompts."""
+    """Runs per rate, each with other arrivals and prompts."""
     trials: int
-    """Measured rates per search, at most."""
+    """Measured rates per arm, at most."""
     first_rate: float
     """Requests per second to begin with."""
     seed: int = 0
@@ -73,17 +74,17 @@ class ArmResult:
 
     name: str
     is_two_tier: bool
-    goodputs: list[float] = field(default_factory=list)
-    """One per repeat, requests per second."""
-    trials: list[list[Trial]] = field(default_factory=list)
+    goodput: float = 0.0
+    """Requests per second."""
+    interval: tuple[float, float] = (0.0, 0.0)
+    """95 % confidence interval of it."""
+    trials: list[Trial] = field(default_factory=list)
+    """Each rate, all repeats together."""
     runs: list[Run] = field(default_factory=list)
+    is_lower_bound: bool = False
+    """No measured rate missed the target."""
     timeline: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, gap in ms) of the answers while one long prompt arrives."""
-
-    @property
-    def goodput(self) -> float:
-        """Mean over the repeats."""
-        return sum(self.goodputs) / len(self.goodputs) if self.goodputs else 0.0
 
 
 @dataclass
@@ -154,8 +155,10 @@ def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
             config = replace(arm.cluster, log_dir=Path(logs) / str(number))
             cluster = stack.enter_context(LocalCluster(config))
             client = stack.enter_context(Client(cluster.address))
+            vocab_size = client.model_info().vocab_size
             for length in (16, 300):  # not measured; other prompts than any that is
-                client.generate(random.Random(length).choices(range(30_000, 40_000), k=length), max_tokens=4).result()
+                prompt = random.Random(length).choices(range(HIGHEST_TOKEN, HIGHEST_TOKEN + 9000), k=length)
+                client.generate([token % vocab_size for token in prompt], max_tokens=4).result()
             running.append(ArmUnderTest(arm, cluster, client))
         yield running
 
@@ -163,20 +166,23 @@ def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
 def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say: Say) -> Comparison:
     """Measures one load on all arms, taking turns."""
     results = [ArmResult(under_test.arm.name, under_test.arm.is_two_tier) for under_test in arms]
-    for repeat in range(settings.repeats):
-        firsts = [result.goodput or settings.first_rate for result in results]
-        searches = [GoodputSearch(first, settings.trials) for first in firsts]
-        while any(rates := [search.next_rate() for search in searches]):
-            for under_test, result, search, rate in zip(arms, results, searches, rates, strict=True):
+    searches = [GoodputSearch(settings.first_rate, settings.trials) for _ in arms]
+    while any(rates := [search.next_rate() for search in searches]):
+        trials = [Trial(rate or 0.0, 0, 0) for rate in rates]
+        for repeat in range(settings.repeats):
+            for place, (under_test, rate) in enumerate(zip(arms, rates, strict=True)):
                 if rate is None:
                     continue
                 say(f"{load.name}, repeat {repeat + 1} of {settings.repeats}: {under_test.arm.name} at {rate:.2f}/s")
                 run, met = _measure(under_test, load, rate, repeat, settings)
-                result.runs.append(run)
-                search.add(Trial(rate, met, run.summary["offered"]))
-        for result, search in zip(results, searches, strict=True):
-            result.goodputs.append(search.goodput)
-            result.trials.append(search.trials)
+                results[place].runs.append(run)
+                trials[place] += Trial(rate, met, run.summary["offered"])
+        for search, trial in zip(searches, trials, strict=True):
+            if trial.offered:
+                search.add(trial)
+    for search, result in zip(searches, results, strict=True):
+        result.goodput, result.interval = search.goodput, search.interval(settings.seed)
+        result.trials, result.is_lower_bound = search.trials, search.missed is None
     for under_test, result in zip(arms, results, strict=True):
         say(f"{load.name}: one long prompt among streams, {under_test.arm.name}")
         result.timeline = _timeline(under_test)
@@ -207,16 +213,14 @@ def _measure(
 def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float:
     """Each probe alone on each arm: what share has the same tokens everywhere?"""
     probes = load.make(6, seed + 99)
-    answers = [
-        tuple(
-            arm.client.generate(
-                request.prompt, max_tokens=min(request.max_tokens, 24), temperature=0.0, ignore_eos=True,
-                return_token_ids=True,
-            ).result().token_ids
-            for arm in arms
-        )
-        for request in probes
-    ]  # fmt: skip
+    vocab_size = arms[0].client.model_info().vocab_size
+
+    def ask(arm: ArmUnderTest, request: LoadRequest) -> tuple[int, ...]:
+        prompt, max_tokens = fitted(request.prompt, vocab_size), min(request.max_tokens, 24)
+        options = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
+
+    answers = [tuple(ask(arm, request) for arm in arms) for request in probes]
     return sum(len(set(answer)) == 1 for answer in answers) / len(answers)
 
 

@@ -25,6 +25,8 @@ class RunCommand:
     """Measure this instead: base URL of any server with OpenAI's completions, for example http://127.0.0.1:8000/v1."""
     model: str = ""
     """Model name for --openai-url."""
+    openai_chat: bool = False
+    """Use chat completions of --openai-url, for servers that have no others."""
     ignore_eos: bool = True
     """Exact answer lengths: ask the OpenAI server to ignore EOS, which not every one knows."""
 
@@ -100,16 +102,16 @@ class CompareCommand:
     """Longest sequence in tokens."""
     pages_per_worker: int = 2000
     """KV pages of each worker, the same in all arms."""
-    slo_ttft_ms: float = 1500.0
+    slo_ttft_ms: float = 4000.0
     """Time to first token that a request has to meet."""
-    slo_tpot_ms: float = 60.0
+    slo_tpot_ms: float = 80.0
     """Time per output token that it has to meet."""
     seconds: float = 15.0
     """Length of each measured run."""
     repeats: int = 3
-    """Searches per arm."""
+    """Runs per rate, each with other prompts and arrivals; their counts are added up."""
     trials: int = 6
-    """Measured rates per search, at most."""
+    """Measured rates per arm, at most."""
     first_rate: float = 1.0
     """Requests per second to begin with."""
     seed: int = 0
@@ -145,9 +147,9 @@ class MapCommand:
     seconds: float = 8.0
     """Length of each measured run."""
     repeats: int = 1
-    """Searches per arm and cell."""
+    """Runs per rate."""
     trials: int = 5
-    """Measured rates per search, at most."""
+    """Measured rates per arm and cell, at most."""
     seed: int = 0
     """Same seed, same loads."""
     output: Path = Path("bench-map")

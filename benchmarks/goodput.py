@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.metrics import wilson_interval
 
 LOWEST_RATE = 1e-3
@@ -20,6 +22,10 @@ class Trial:
     rate: float
     met: int
     offered: int
+
+    def __add__(self, other: Trial) -> Trial:
+        """The same rate, measured once more."""
+        return Trial(self.rate, self.met + other.met, self.offered + other.offered)
 
     @property
     def attainment(self) -> float:
@@ -81,6 +87,23 @@ class GoodputSearch:
             return low.rate
         share = (low.attainment - self._target) / (low.attainment - high.attainment)
         return low.rate + share * (high.rate - low.rate)
+
+    def interval(self, seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+        """95 % confidence interval of the goodput, by parametric bootstrap: counts drawn anew for each measured rate.
+
+        Rates that were not measured are not in it, so it can't be narrower than the search was fine.
+        """
+        random = np.random.default_rng(seed)
+        found = []
+        for _ in range(draws):
+            drawn = GoodputSearch(self._first_rate, self._max_trials, self._target, self._tolerance)
+            for trial in self.trials:
+                # Agresti-Coull: a share of 0 or 1 among few does not mean that it is so always.
+                share = (trial.met + 2) / (trial.offered + 4)
+                drawn.add(Trial(trial.rate, int(random.binomial(trial.offered, share)), trial.offered))
+            found.append(drawn.goodput)
+        low, high = np.percentile(found, [2.5, 97.5]) if found else (0.0, 0.0)
+        return float(low), float(high)
 
     def _is_attained(self, trial: Trial) -> bool:
         return trial.attainment >= self._target

@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import httpx
 
 from benchmarks.records import RequestRecord
-from benchmarks.workload import LoadRequest, as_text
+from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, as_text, fitted
 from kvferry.client import AsyncClient, KvferryError
 
 
@@ -38,6 +38,10 @@ class GrpcTarget:
 
     async def __aenter__(self) -> Self:
         self._client = AsyncClient(self._address)
+        try:
+            self._vocab_size = (await self._client.model_info()).vocab_size
+        except KvferryError:
+            self._vocab_size = HIGHEST_TOKEN  # each request will tell what is wrong
         return self
 
     async def __aexit__(
@@ -48,7 +52,7 @@ class GrpcTarget:
     async def send(self, request: LoadRequest, record: RequestRecord) -> None:
         """See `Target.send`."""
         stream = self._client.generate(
-            request.prompt,
+            fitted(request.prompt, self._vocab_size),
             max_tokens=request.max_tokens,
             temperature=0.0,
             ignore_eos=True,
@@ -71,12 +75,19 @@ class GrpcTarget:
 
 
 class OpenAiTarget:
-    """A server with `POST {base_url}/completions` and streaming (server-sent events)."""
+    """A server with `POST {base_url}/completions`, or chat completions, and streaming (server-sent events)."""
 
-    def __init__(self, base_url: str, model: str, timeout: float | None = None, ignore_eos: bool = True) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        timeout: float | None = None,
+        ignore_eos: bool = True,
+        chat: bool = False,
+    ) -> None:
         """base_url: for example http://127.0.0.1:8000/v1. ignore_eos: send that field, which not every server knows."""
         self._base_url, self._model, self._timeout = base_url.rstrip("/"), model, timeout
-        self._ignore_eos = ignore_eos
+        self._ignore_eos, self._chat = ignore_eos, chat
 
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
@@ -93,19 +104,21 @@ class OpenAiTarget:
         """See `Target.send`."""
         body: dict[str, object] = {
             "model": self._model,
-            "prompt": as_text(request.prompt),
             "max_tokens": request.max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        text = as_text(request.prompt)
+        body |= {"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}
         if self._ignore_eos:
             body["ignore_eos"] = True
+        path = "chat/completions" if self._chat else "completions"
         record.sent = time.perf_counter()
         record.counts_messages = True
         usage: dict[str, object] = {}
         try:
-            async with self._client.stream("POST", f"{self._base_url}/completions", json=body) as response:
+            async with self._client.stream("POST", f"{self._base_url}/{path}", json=body) as response:
                 if response.status_code != 200:
                     record.error = (await response.aread()).decode("utf-8", "replace")[:500]
                     record.status = f"HTTP {response.status_code}"

@@ -6,8 +6,8 @@ from statistics import mean
 
 from benchmarks.compare import ArmResult, Comparison, Run
 
-CLEAR = 1.1
-"""A goodput ratio within this factor of 1 is called even."""
+CLEAR = 1.05
+"""A goodput ratio within this factor of 1 is called even, and so is one whose confidence intervals overlap."""
 
 
 def ratio(comparison: Comparison) -> float | None:
@@ -20,34 +20,30 @@ def verdict(comparison: Comparison) -> list[str]:
     """Sentences."""
     one, two = comparison.best_colocated, comparison.best_two_tier
     share = ratio(comparison)
-    sentences = [_winner(one, two, share, comparison)]
-    overlap = _overlap(one.goodputs, two.goodputs)
-    if overlap:
-        sentences.append("The repeats of the two overlap, so the difference is within the noise of this machine.")
-    sentences.append(_why(one, two))
+    is_even = share is not None and (1 / CLEAR < share < CLEAR or _overlap(one.interval, two.interval))
+    sentences = [_outcome(one, two, share, is_even, comparison), _why(one, two)]
     if share is not None:
-        side = "even" if overlap or 1 / CLEAR < share < CLEAR else ("split" if share > 1 else "colocated")
-        where = {
-            "even": "at break-even: choose by operations, not by speed",
-            "split": "on the side where splitting pays",
-            "colocated": "on the side where it does not",
-        }[side]
-        sentences.append(f"This load is {where}.")
+        where = "on the side where splitting pays" if share > 1 else "on the side where it does not"
+        sentences.append(
+            "This load is " + ("at break-even: choose by operations, not by speed." if is_even else f"{where}.")
+        )
+    if any(result.is_lower_bound for result in (one, two)):
+        sentences.append("A search ended before any rate missed the target: such a goodput is a lower bound.")
     return sentences
 
 
-def _winner(one: ArmResult, two: ArmResult, share: float | None, comparison: Comparison) -> str:
+def _outcome(one: ArmResult, two: ArmResult, share: float | None, is_even: bool, comparison: Comparison) -> str:
     slo = comparison.slo
     demand = f"TTFT {slo.ttft_ms:.0f} ms and TPOT {slo.tpot_ms:.0f} ms" if slo.ttft_ms and slo.tpot_ms else "the SLO"
     if share is None:
+        return f"{one.name}, the best baseline, met {demand} at no measured rate; {two.name} at {two.goodput:.2f}/s."
+    numbers = f"{two.name} {two.goodput:.2f} requests/s, {one.name} {one.goodput:.2f}, a ratio of {share:.2f}"
+    if is_even:
         return (
-            f"The best colocated arm ({one.name}) met {demand} at no measured rate; {two.name} at {two.goodput:.2f}/s."
+            f"For {comparison.describe}, at {demand}, neither wins for sure: {numbers}; the intervals (nearly) overlap."
         )
-    winner, loser, factor = (two, one, share) if share >= 1 else (one, two, 1 / share if share else float("inf"))
-    return (
-        f"For {comparison.describe}, at {demand}, {winner.name} wins: {winner.goodput:.2f} against "
-        f"{loser.goodput:.2f} requests/s of {loser.name}, {factor:.2f} times as much."
-    )
+    winner = two if share > 1 else one
+    return f"For {comparison.describe}, at {demand}, {winner.name} wins: {numbers}."
 
 
 def _why(one: ArmResult, two: ArmResult) -> str:
@@ -69,5 +65,5 @@ def _nearest(result: ArmResult) -> Run:
     return min(result.runs, key=lambda run: abs(run.rate - result.goodput))
 
 
-def _overlap(one: list[float], two: list[float]) -> bool:
-    return bool(one and two) and max(min(one), min(two)) <= min(max(one), max(two))
+def _overlap(one: tuple[float, float], two: tuple[float, float]) -> bool:
+    return max(one[0], two[0]) <= min(one[1], two[1])

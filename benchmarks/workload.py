@@ -150,6 +150,13 @@ def with_arrivals(requests: Iterable[LoadRequest], times: Iterable[float]) -> li
     return [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
 
 
+def fitted(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    """The same prompt for a model of fewer token ids; equal beginnings stay equal."""
+    if vocab_size >= HIGHEST_TOKEN:
+        return prompt
+    return tuple(token % vocab_size for token in prompt)
+
+
 def as_text(prompt: tuple[int, ...]) -> str:
     """A text of as many words as there are tokens, for servers that take no ids; equal beginnings stay equal."""
     return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)

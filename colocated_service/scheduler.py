@@ -111,9 +111,10 @@ class ColocatedScheduler:
                 self.answers.adopt(entry.sequence, known.max_tokens, known.was_preempted)
 
     def finish(self, sequence: Sequence) -> None:
-        """The answer ended in its own time."""
+        """A sequence ended here, in whatever phase; the length of an answer is worth knowing."""
         if self._known.pop(sequence.sequence_id, None) is not None:
             self.answers.finish(sequence)
+            self.prompts.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Forgets a sequence, wherever it is, and lets go of its pages."""

@@ -1,31 +1,17 @@
 """Which page holds the KV of which tokens: a chain of hashes over full pages.
 
-A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids; the first parent is made of the salt.
-So equal keys mean equal tokens from the beginning of the sequence on, in every process, whatever its hash seed.
+Keys are made in `page_keys`: equal keys mean equal tokens from the beginning of the sequence on, in every process.
 Only full pages that are wholly computed are shared. Whoever needs logits must not match the last token, which has to
 be computed for them.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from dataclasses import dataclass
 
+from engine.page_keys import first_parent, page_key
 from engine.page_pool import PagePool
 from engine.sequence import Sequence
-
-HASH_BYTES = 16
-
-
-def first_parent(cache_salt: str) -> bytes:
-    """The parent of a sequence's first page."""
-    return hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES, person=b"kvferry salt").digest()
-
-
-def page_hash(parent: bytes, token_ids: list[int]) -> bytes:
-    """Key of a full page with these tokens behind `parent`."""
-    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=HASH_BYTES).digest()
 
 
 def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
@@ -34,7 +20,7 @@ def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
     while (len(hashes) + 1) * page_size <= sequence.num_tokens:
         start = len(hashes) * page_size
         parent = hashes[-1] if hashes else first_parent(sequence.cache_salt)
-        hashes.append(page_hash(parent, sequence.token_ids[start : start + page_size]))
+        hashes.append(page_key(parent, sequence.token_ids[start : start + page_size]))
     return hashes
 
 

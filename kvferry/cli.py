@@ -218,7 +218,8 @@ def _up(config: ClusterConfig) -> int:
     code, said = 0, ""
     try:
         cluster.start(stop.is_set)
-        print(f"kvferry: ready on {cluster.address}; Ctrl-C ends it", file=sys.stderr, flush=True)
+        http = cluster.find("router").info["http"]
+        print(f"kvferry: ready on {cluster.address} and {http}/v1; Ctrl-C ends it", file=sys.stderr, flush=True)
         while not stop.wait(0.2):
             if (dead := cluster.dead()) is None:
                 continue

@@ -31,7 +31,9 @@ Prompt = str | Seq[int] | Messages
 class KvferryError(Exception):
     """A call failed. Carries the gRPC status."""
 
-    def __init__(self, code: grpc.StatusCode, message: str, field_name: str = "") -> None:
+    def __init__(
+        self, code: grpc.StatusCode, message: str, field_name: str = "", retry_seconds: float | None = None
+    ) -> None:
         super().__init__(f"{code.name}: {message}")
         self.code = code
         """The gRPC status code."""
@@ -39,6 +41,8 @@ class KvferryError(Exception):
         """Why, in words."""
         self.field = field_name
         """The request's field that is wrong, for INVALID_ARGUMENT."""
+        self.retry_seconds = retry_seconds
+        """When to try again, for RESOURCE_EXHAUSTED."""
 
 
 @dataclass(frozen=True)
@@ -247,15 +251,19 @@ class AsyncGenerationStream:
 
 def to_error(error: grpc.RpcError) -> KvferryError:
     """The exception for a failed call."""
-    field_name = ""
+    field_name, retry_seconds = "", None
     status = rpc_status.from_call(error) if not isinstance(error, grpc.aio.AioRpcError) else _aio_status(error)
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.BadRequest.DESCRIPTOR):
             bad = error_details_pb2.BadRequest()
             detail.Unpack(bad)
             field_name = bad.field_violations[0].field if bad.field_violations else ""
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            info = error_details_pb2.RetryInfo()
+            detail.Unpack(info)
+            retry_seconds = info.retry_delay.ToMilliseconds() / 1e3
     call: Any = error
-    return KvferryError(call.code(), call.details() or "", field_name)
+    return KvferryError(call.code(), call.details() or "", field_name, retry_seconds)
 
 
 def _aio_status(error: grpc.aio.AioRpcError) -> Any:
@@ -433,6 +441,13 @@ class AsyncClient:
         return AsyncGenerationStream(
             self._stub.Generate(make_request(prompt, **options), timeout=timeout), options.get("n", 1)
         )
+
+    async def model_info(self) -> inference_pb2.GetModelInfoResponse:
+        """See `Client.model_info`."""
+        try:
+            return await self._stub.GetModelInfo(inference_pb2.GetModelInfoRequest())
+        except grpc.RpcError as error:
+            raise to_error(error) from None
 
     async def cluster_status(self) -> inference_pb2.GetClusterStatusResponse:
         """See `Client.cluster_status`."""

@@ -78,6 +78,8 @@ class ClusterConfig:
     """Most sequences at once on each worker."""
     port: int = 50051
     """gRPC port of the router; 0 picks a free one."""
+    http_port: int | None = None
+    """Port of the OpenAI-compatible HTTP front. Unset: 8000, or a free one with --port 0."""
     ready_file: Path | None = None
     """Written as JSON (addresses, pids) when the cluster is ready."""
     log_dir: Path | None = None
@@ -102,8 +104,9 @@ class ClusterConfig:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"--port is {self.port}; it must be between 0 and 65535")
+        for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
+            if not 0 <= port <= 65535:
+                raise ValueError(f"{flag} is {port}; it must be between 0 and 65535")
 
     @property
     def num_prefill(self) -> int:
@@ -237,7 +240,11 @@ class LocalCluster:
 
     def start_router(self, *flags: str) -> Process:
         """Starts the router for all workers that are ready."""
+        http_port = self.config.http_port
+        if http_port is None:
+            http_port = 8000 if self.config.port else 0
         arguments = ["--served-model-name", self.model_name, "--port", str(self.config.port)]
+        arguments += ["--http-port", str(http_port)]
         for tier in TIERS:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
             if addresses:
@@ -273,11 +280,12 @@ class LocalCluster:
         """Addresses and pids of all processes."""
 
         def entry(process: Process) -> dict[str, object]:
-            keys = ("address", "metrics", "pid", "worker_id")
+            keys = ("address", "http", "metrics", "pid", "worker_id")
             return {key: process.info[key] for key in keys if key in process.info}
 
         return {
             "address": self.address,
+            "http": self.find("router").info["http"],
             "model": self.model_name,
             "pid": os.getpid(),
             "router": entry(self.find("router")),

@@ -11,9 +11,10 @@ from pathlib import Path
 import tyro
 
 from protos import inference_pb2_grpc, worker_pb2
-from router.config import RouterConfig
+from router.config import DNS_PREFIX, RouterConfig, split_addresses
 from router.dispatch import Dispatcher
 from router.generation import Generator
+from router.http_api import HttpApi, HttpServer
 from router.metrics import RouterMetrics
 from router.servicer import ADMIN_SERVICE_NAME, SERVICE_NAME, AdminServicer, InferenceServicer
 from router.tokenizer import Tokenizer, TokenizerError
@@ -51,18 +52,31 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         InferenceServicer(generator, dispatcher, tokenizer, metrics), server.server
     )
     inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(dispatcher), server.server)
+    http_api = HttpApi(
+        generator,
+        tokenizer,
+        metrics.registry,
+        why_not_ready=lambda: "" if dispatcher.pool.ready_pairs() else dispatcher.pool.why_not_ready(),
+        count_end=lambda status: metrics.ended.labels(status).inc(),
+    )
+    http = HttpServer(http_api.app, config.process.host, config.http_port)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
     await server.start()
+    http.start()
     for addresses, tier in (
         (config.prefill, worker_pb2.TIER_PREFILL),
         (config.decode, worker_pb2.TIER_DECODE),
         (config.colocated, worker_pb2.TIER_COLOCATED),
     ):
-        for address in addresses:
-            dispatcher.pool.add(address, tier)
+        for address in split_addresses(addresses):
+            if address.startswith(DNS_PREFIX):
+                dispatcher.pool.watch(address.removeprefix(DNS_PREFIX), tier)
+            else:
+                dispatcher.pool.add(address, tier)
     log.info("router listens", extra={"address": server.address, "model": model_name})
     ready_content: dict[str, object] = {
         "address": server.address,
+        "http": f"http://{config.process.host}:{http.port}",
         "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
         "pid": os.getpid(),
         "model": model_name,
@@ -84,7 +98,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
             continue
     log.info("router stops")
     await server.set_ready(False)
-    await server.stop(STOP_GRACE_SECONDS)
+    await asyncio.gather(server.stop(STOP_GRACE_SECONDS), http.stop())
     await dispatcher.pool.close()
     return 0
 

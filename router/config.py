@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rpc.config import ProcessConfig
+
+DNS_PREFIX = "dns:///"
+"""Before a name whose addresses are all workers, as gRPC writes it."""
+
+
+def split_addresses(addresses: Iterable[str]) -> list[str]:
+    """Addresses of which each may be a comma list."""
+    return [address.strip() for several in addresses for address in several.split(",") if address.strip()]
 
 
 @dataclass(frozen=True)
@@ -16,11 +25,12 @@ class RouterConfig:
     model: str
     """Folder of a prepared model (the router reads its tokenizer only), or what `kvferry models` lists."""
     prefill: tuple[str, ...] = ()
-    """host:port of each prefill worker."""
+    """Prefill workers: host:port, comma lists of them, or dns:///name:port, whose addresses are looked up again and
+    again, so that workers may come and go."""
     decode: tuple[str, ...] = ()
-    """host:port of each decode worker."""
+    """Decode workers, in the same forms."""
     colocated: tuple[str, ...] = ()
-    """host:port of each worker that does both; such workers and pairs may serve side by side."""
+    """Workers that do both, in the same forms; such workers and pairs may serve side by side."""
     process: ProcessConfig = field(default_factory=ProcessConfig)
     served_model_name: str = ""
     """Name that clients use. Empty: the folder's name."""
@@ -29,8 +39,15 @@ class RouterConfig:
     worker_loss_seconds: float = 30.0
     """A request that had workers and lost the last usable pair waits this long for another before it fails."""
 
+    http_port: int = 0
+    """Port of the OpenAI-compatible HTTP front, on the same host; 0 picks a free one."""
     max_queue_requests: int = 1024
     """Requests that may wait for workers; one more is refused with RESOURCE_EXHAUSTED."""
+    max_queue_tokens: int | None = None
+    """Prompt tokens that may wait for workers. Unset: no limit."""
+    max_queue_seconds: float | None = None
+    """A request that no worker began within this time is refused with RESOURCE_EXHAUSTED. Unset: no limit but the
+    client's deadline."""
 
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
@@ -42,12 +59,20 @@ class RouterConfig:
             ("--decode", self.decode),
             ("--colocated", self.colocated),
         ):
-            for address in addresses:
-                host, _, port = address.rpartition(":")
-                if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
-                    raise ValueError(f"{flag} has {address!r}; it must look like host:port")
+            for address in split_addresses(addresses):
+                host, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
+                if not host or "/" in host or not port.isdigit() or not 1 <= int(port) <= 65535:
+                    raise ValueError(f"{flag} has {address!r}; it must look like host:port or dns:///name:port")
+        if not 0 <= self.http_port <= 65535:
+            raise ValueError(f"--http-port is {self.http_port}; it must be between 0 and 65535")
         if self.max_queue_requests < 1:
             raise ValueError(f"--max-queue-requests is {self.max_queue_requests}; at least 1 is needed")
+        for flag, limit in (
+            ("--max-queue-tokens", self.max_queue_tokens),
+            ("--max-queue-seconds", self.max_queue_seconds),
+        ):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{flag} is {limit}; it must be above 0")
         if self.max_unread_tokens < 1:
             raise ValueError(f"--max-unread-tokens is {self.max_unread_tokens}; at least 1 is needed")
         if self.worker_loss_seconds < 0:

@@ -9,7 +9,7 @@ import time
 from protos import worker_pb2
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
-from router.policy import can_serve, choose_pair, model_hashes
+from router.policy import can_serve, choose_pair, model_hashes, uncached_tokens
 from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
@@ -40,8 +40,11 @@ class Dispatcher:
         """Requests bound to workers."""
         return len(self._running)
 
-    def check_room(self, num_requests: int) -> None:
-        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room for so many."""
+    def check_room(self, num_requests: int, num_tokens: int) -> None:
+        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room.
+
+        num_tokens: of each request's prompt.
+        """
         if not self.pool.ready_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
         waiting = len(self._queue) + self.num_announced
@@ -50,11 +53,28 @@ class Dispatcher:
                 f"the queue is full: {waiting} requests wait, {self._config.max_queue_requests} may"
             )
 
+        most = self._config.max_queue_tokens
+        # One prompt may wait however long it is: it can't be made shorter by trying again.
+        if most is not None and waiting and self._queue.num_tokens + num_requests * num_tokens > most:
+            raise ResourceExhausted(
+                f"the queue is full: {self._queue.num_tokens} prompt tokens wait, {most} may; "
+                f"this request has {num_requests * num_tokens}"
+            )
+
     def submit(self, request: Request) -> None:
         """Queues a request; its output tells how it goes."""
         request.stamp_now("queued")
         self._queue.admit(request, self.pool.slowdown())
         self._bind_waiting()
+        seconds = self._config.max_queue_seconds
+        if seconds is not None and request.state is RequestState.QUEUED:
+            asyncio.get_running_loop().call_later(seconds, self._end_waiting, request, seconds)
+
+    def _end_waiting(self, request: Request, seconds: float) -> None:
+        """It waited for its first worker for too long. One that was begun before is never ended for waiting."""
+        if request in self._queue and request.attempt == 0:
+            self._finish(request, ResourceExhausted(f"no worker was free within {seconds:g} s"))
+            self._bind_waiting()
 
     def cancel(self, request: Request) -> None:
         """Ends a request, wherever it is. Both legs are told at once. Harmless if it has ended."""
@@ -115,6 +135,7 @@ class Dispatcher:
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
         request.model_hashes = model_hashes(prefill)
+        request.num_bound_tokens = uncached_tokens(prefill, request)
         if prefill is decode:
             self._generate(request, decode)
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from protos import inference_pb2
@@ -44,7 +44,7 @@ class Generator:
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the answers. Raises RequestError. Closing the iterator cancels the request everywhere.
 
         deadline_seconds: time left to the client's deadline; None: no deadline.
@@ -57,7 +57,7 @@ class Generator:
             checked = check_request(request, self._tokenizer, self.model_name, limits)
         if checked.request_id in self._running_ids:
             raise AlreadyExists(f"request_id: {checked.request_id!r} is running already")
-        self._dispatcher.check_room(checked.num_answers)
+        self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids))
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         news = asyncio.Event()
         answers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -18,7 +19,7 @@ Pair = tuple["WorkerLink", "WorkerLink"]
 
 def choose_pair(request: Request, pairs: Seq[Pair]) -> Pair | None:
     """The pair to bind a request to, or None: it stays in the router's queue, where it can still be bound to any."""
-    return pick(score(filter_pairs(request, pairs)))
+    return pick(score(request, filter_pairs(request, pairs)))
 
 
 def can_serve(request: Request, pair: Pair) -> bool:
@@ -49,9 +50,34 @@ def filter_pairs(request: Request, pairs: Seq[Pair]) -> list[Pair]:
     return [(p, d) for p, d in pairs if _has_little_work_before(p, request) and not d.is_full]
 
 
-def score(pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
-    """Lower is better: prompt tokens waiting at prefill, then the share of pages taken at decode."""
-    return [((pending_tokens(p), pages_taken(d)), (p, d)) for p, d in pairs]
+def score(request: Request, pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
+    """Lower is better: prompt tokens to compute before the first token, then the share of pages taken at decode.
+
+    What a prefix cache has need not be computed, or not be sent. Affinity of sessions follows from that, and a worker
+    that is gone is forgotten with its cache.
+    """
+    return [((pending_tokens(p) + uncached_tokens(p, request), _pages_after(d, request)), (p, d)) for p, d in pairs]
+
+
+def cached_tokens(worker: WorkerLink, request: Request) -> int:
+    """Tokens of a prompt that a worker's prefix cache has, as far as its events tell."""
+    checked = request.checked
+    if worker.info is None or checked.page_size != worker.info.limits.page_size:
+        return 0
+    known = itertools.takewhile(worker.cached_pages.__contains__, checked.page_keys)
+    return sum(1 for _ in known) * checked.page_size
+
+
+def uncached_tokens(prefill: WorkerLink, request: Request) -> int:
+    """Tokens that a prefill worker would have to compute; the last one always."""
+    return max(1, len(request.token_ids) - cached_tokens(prefill, request))
+
+
+def _pages_after(decode: WorkerLink, request: Request) -> float:
+    """Share of a decode worker's pages that are not to be had, less what it has of the prompt already."""
+    assert decode.info is not None
+    reused = cached_tokens(decode, request) / max(1, decode.info.limits.page_size)
+    return pages_taken(decode) - reused / decode.info.limits.num_pages
 
 
 def pick(scored: Seq[tuple[tuple[float, float], Pair]]) -> Pair | None:
@@ -64,7 +90,7 @@ def pick(scored: Seq[tuple[tuple[float, float], Pair]]) -> Pair | None:
 
 def pending_tokens(prefill: WorkerLink) -> int:
     """Prompt tokens bound to a prefill worker, by us or, as it reports, by all routers."""
-    ours = sum(len(r.token_ids) for r in prefill.requests if r.num_attempt_tokens == 0)
+    ours = sum(r.num_bound_tokens for r in prefill.requests if r.num_attempt_tokens == 0)
     return max(ours, prefill.load.queued_tokens + prefill.load.running_tokens)
 
 
@@ -82,7 +108,8 @@ def work_before(prefill: WorkerLink, request: Request) -> int:
     if not prefill.info.limits.slowdown:
         return pending_tokens(prefill)
     # The worker takes them in the same order as our queue. Those of other routers are not known one by one.
-    return sum(len(r.token_ids) for r in prefill.requests if r.num_attempt_tokens == 0 and r.order < request.order)
+    before = (r for r in prefill.requests if r.num_attempt_tokens == 0 and r.order < request.order)
+    return sum(r.num_bound_tokens for r in before)
 
 
 def _has_little_work_before(prefill: WorkerLink, request: Request) -> bool:

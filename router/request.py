@@ -67,6 +67,8 @@ class Request:
     """The open decode leg."""
     is_answered: bool = False
     """The last token is known."""
+    num_bound_tokens: int = 0
+    """Tokens that the prefill worker it is bound to has to compute, as far as known."""
     unservable_since: float | None = None
     """time.monotonic() since when no present pair could serve it."""
     num_fruitless: int = 0

@@ -19,7 +19,12 @@ class RequestQueue:
     def __init__(self) -> None:
         self._waiting: list[Request] = []
         self._arrivals = itertools.count()
-        self._arrived_tokens = 0
+        self._arrived_tokens = self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all waiting prompts."""
+        return self._num_tokens
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,7 +47,9 @@ class RequestQueue:
     def put_back(self, request: Request) -> None:
         """Queues a request at the place that its order says."""
         bisect.insort(self._waiting, request, key=lambda waiting: waiting.order)
+        self._num_tokens += len(request.checked.prompt_token_ids)
 
     def remove(self, request: Request) -> None:
         """Takes a request out."""
         self._waiting.remove(request)
+        self._num_tokens -= len(request.checked.prompt_token_ids)

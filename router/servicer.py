@@ -55,7 +55,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await Internal("an unexpected error in the router; see its log").abort(context)
         finally:
             # Cancels the request on every worker if the client is gone.
-            await responses.aclose()  # type: ignore[attr-defined]
+            await responses.aclose()
             self._metrics.ended.labels(status).inc()
 
     async def Tokenize(

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TypeVar
 
+from engine.page_keys import page_keys
 from protos import inference_pb2, worker_pb2
 from router.tokenizer import Tokenizer
 from rpc.errors import InvalidArgument, NotFound
@@ -55,6 +56,10 @@ class CheckedRequest:
     priority: int
     num_answers: int = 1
     include_special_tokens: bool = False
+    page_size: int = 0
+    """Of `page_keys`."""
+    page_keys: tuple[bytes, ...] = ()
+    """Keys of the prompt's full pages, to find workers that have them."""
 
     def answer(self, index: int) -> CheckedRequest:
         """The same request for one of its answers. Log-probabilities of the prompt come with the first."""
@@ -101,6 +106,8 @@ def check_request(
         priority=request.priority,
         num_answers=_in_range("sampling.n", request.sampling.n or 1, 1, MAX_ANSWERS),
         include_special_tokens=request.include_special_tokens,
+        page_size=limits.page_size,
+        page_keys=page_keys(prompt, limits.page_size, request.cache_salt),
     )
 
 

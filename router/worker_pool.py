@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from socket import SOCK_STREAM
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RESOLVE_SECONDS = 2.0
+"""Time between two looks at the addresses of a name."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
 
@@ -36,6 +39,8 @@ class WorkerLink:
         self.state = "connecting"
         self.reason = ""
         self.load = worker_pb2.LoadReport()
+        self.is_listed = True
+        """Its address is one that the router was given, or that a name still has."""
         self.last_seen = time.monotonic()
         self.is_full = False
         """It refused a reservation and has not reported since."""
@@ -92,14 +97,32 @@ class WorkerPool:
     def add(self, address: str, tier: worker_pb2.Tier.ValueType) -> WorkerLink:
         """Starts keeping a session with the worker at an address."""
         link = WorkerLink(address, tier)
-        of_tier = {
-            worker_pb2.TIER_PREFILL: self.prefill,
-            worker_pb2.TIER_DECODE: self.decode,
-            worker_pb2.TIER_COLOCATED: self.colocated,
-        }
-        of_tier[tier].append(link)
+        self._of_tier(tier).append(link)
         self._start(self._keep_session(link))
         return link
+
+    def watch(self, name_and_port: str, tier: worker_pb2.Tier.ValueType) -> None:
+        """Keeps a session with the worker at each address that a name has, and looks them up again and again."""
+        self._start(self._keep_resolving(name_and_port, tier))
+
+    async def _keep_resolving(self, name_and_port: str, tier: worker_pb2.Tier.ValueType) -> None:
+        name, _, port = name_and_port.rpartition(":")
+        mine: dict[str, WorkerLink] = {}
+        while True:
+            try:
+                found = await asyncio.get_running_loop().getaddrinfo(name.strip("[]"), int(port), type=SOCK_STREAM)
+            except OSError as error:
+                # No address yet, or the name server is away: those that are known stay.
+                log.info("a name has no addresses", extra={"address": name_and_port, "reason": str(error)})
+            else:
+                hosts = {str(target[0]) for *_, target in found}
+                addresses = {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
+                for address in sorted(addresses - mine.keys()):
+                    mine[address] = self.add(address, tier)
+                for address in sorted(mine.keys() - addresses):
+                    # It may be finishing its work: the session goes on until it ends.
+                    mine.pop(address).is_listed = False
+            await asyncio.sleep(RESOLVE_SECONDS)
 
     async def close(self) -> None:
         """Ends all sessions."""
@@ -179,8 +202,18 @@ class WorkerPool:
             if link.is_open:
                 pause = FIRST_PAUSE_SECONDS
                 self._close_link(link)
+            if not link.is_listed:
+                self._of_tier(link.tier).remove(link)
+                return
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
+
+    def _of_tier(self, tier: worker_pb2.Tier.ValueType) -> list[WorkerLink]:
+        return {
+            worker_pb2.TIER_PREFILL: self.prefill,
+            worker_pb2.TIER_DECODE: self.decode,
+            worker_pb2.TIER_COLOCATED: self.colocated,
+        }[tier]
 
     async def _run_session(self, link: WorkerLink) -> None:
         """One session, from hello to its end."""

@@ -78,6 +78,14 @@ class ResourceExhausted(RequestError):
     """The system is full, or the request can't fit it."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    retry_seconds = 1.0
+    """When it is worth while to try again."""
+
+    def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
+        """Says when to try again."""
+        info = error_details_pb2.RetryInfo()
+        info.retry_delay.FromMilliseconds(int(self.retry_seconds * 1e3))
+        return [info]
 
 
 class Internal(RequestError):

@@ -13,10 +13,11 @@ from router.validation import CheckedRequest
 from router.worker_pool import WorkerLink
 
 
-def make_link(tier, name, num_pages=400, token_budget=64):
+def make_link(tier, name, num_pages=400, token_budget=64, tokenizer=""):
     link = WorkerLink(f"{name}:1", tier)
     link.info = wpb.WorkerInfo(worker_id=name, incarnation_id="1", tier=tier)
     link.info.endpoint.agent_name = f"agent-{name}"
+    link.info.fingerprint.tokenizer_hash = tokenizer
     limits = link.info.limits
     limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 1000
     limits.max_num_sequences = 64
@@ -38,13 +39,17 @@ class Rig:
         for link in self.prefill:
             link.ready_peers = {d.agent_name for d in self.decode}
 
-    def submit(self, num_tokens=20, max_tokens=10, priority=0, **sampling):
+    @staticmethod
+    def make_request(num_tokens=20, max_tokens=10, priority=0, **sampling):
         stop = wpb.StopConfig(max_tokens=max_tokens)
         checked = CheckedRequest(
             "r", (5,) * num_tokens, wpb.SamplingConfig(**sampling), stop, (), False, frozenset(), False, "", priority
         )
-        request = Request(checked, None)
-        self.dispatcher.check_room(1)
+        return Request(checked, None)
+
+    def submit(self, **options):
+        request = self.make_request(**options)
+        self.dispatcher.check_room(1, len(request.checked.prompt_token_ids))
         self.dispatcher.submit(request)
         return request
 

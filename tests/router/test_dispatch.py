@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import time
 
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router import worker_pool
 from router.output_stream import Ended
 from router.request import MAX_FRUITLESS_ATTEMPTS, RequestState
 from rpc.errors import ResourceExhausted, Unavailable
-from tests.router.rig import Rig, end_of, events, ids
+from tests.router.rig import Rig, end_of, events, ids, make_link
 
 pytestmark = pytest.mark.asyncio
 
@@ -446,6 +449,122 @@ async def test_cached_pages_do_not_make_a_decode_worker_look_busy():
 async def test_announced_answers_count_in_the_queue():
     rig = Rig(max_queue_requests=4)
     rig.dispatcher.num_announced = 3
-    rig.dispatcher.check_room(1)
+    rig.dispatcher.check_room(1, 20)
     with pytest.raises(ResourceExhausted, match="3 requests wait, 4 may"):
-        rig.dispatcher.check_room(2)
+        rig.dispatcher.check_room(2, 20)
+
+
+def with_prefix(rig, keys):
+    """A request whose prompt's pages have these keys."""
+    request = rig.make_request(num_tokens=16 * len(keys) + 4)
+    request.checked = dataclasses.replace(request.checked, page_size=16, page_keys=tuple(keys))
+    rig.dispatcher.submit(request)
+    return request
+
+
+async def test_prompts_go_where_their_pages_are():
+    rig = Rig(prefill=3, decode=2)
+    keys = [bytes([n]) * 16 for n in range(3)]
+    rig.prefill[1].cached_pages = set(keys)
+    rig.decode[1].cached_pages = set(keys[:2])
+    for _ in range(5):
+        request = with_prefix(rig, keys)
+        assert (request.prefill, request.decode) == (rig.prefill[1], rig.decode[1])
+        assert request.num_bound_tokens == 4
+        rig.dispatcher.cancel(request)
+
+
+async def test_a_cache_does_not_outweigh_any_queue():
+    rig = Rig(prefill=2)
+    keys = [bytes([n]) * 16 for n in range(3)]
+    rig.prefill[1].cached_pages = set(keys)
+    rig.prefill[1].load.queued_tokens = 60  # more than the 48 tokens that the cache saves
+    assert with_prefix(rig, keys).prefill is rig.prefill[0]
+
+
+async def test_only_pages_from_the_beginning_count_and_only_of_the_same_size():
+    rig = Rig(prefill=2)
+    keys = [bytes([n]) * 16 for n in range(3)]
+    rig.prefill[1].cached_pages = set(keys[1:])
+    request = with_prefix(rig, keys)
+    assert request.num_bound_tokens == 52
+    rig.dispatcher.cancel(request)
+    for link in rig.prefill:
+        link.cached_pages = set(keys)
+        link.info.limits.page_size = 32
+    assert with_prefix(rig, keys).num_bound_tokens == 52
+
+
+async def test_a_worker_that_restarts_is_believed_to_have_nothing():
+    """Casebook C152."""
+    rig = Rig()
+    rig.prefill[0].cached_pages = {b"x" * 16}
+    rig.dispatcher.pool._open_link(rig.prefill[0], make_link(wpb.TIER_PREFILL, "p0", tokenizer="hash").info)
+    assert rig.prefill[0].cached_pages == set()
+
+
+async def test_the_queue_is_bounded_by_tokens_but_one_prompt_may_always_wait():
+    rig = Rig(max_queue_tokens=100)
+    rig.decode[0].is_full = True
+    rig.submit(num_tokens=300)
+    with pytest.raises(ResourceExhausted, match="300 prompt tokens wait, 100 may; this request has 20"):
+        rig.submit(num_tokens=20)
+    rig.dispatcher.cancel(rig.dispatcher._queue.in_order()[0])
+    for _ in range(5):
+        rig.submit(num_tokens=20)
+    with pytest.raises(ResourceExhausted, match="100 prompt tokens wait"):
+        rig.submit(num_tokens=1)
+
+
+async def test_waiting_too_long_for_a_first_worker_is_refused_and_running_long_is_not():
+    """Casebook C137, C139."""
+    rig = Rig(max_queue_seconds=0.05)
+    running = rig.submit()
+    rig.reserved(running)
+    rig.tokens(running, rig.prefill[0], 0, 11)
+    rig.decode[0].is_full = True
+    waiting = rig.submit()
+    ended = await end_of(waiting)
+    assert isinstance(ended.error, ResourceExhausted)
+    assert ended.error.message == "no worker was free within 0.05 s"
+    assert running.state is RequestState.RUNNING
+    rig.preempted(running, 11)
+    await asyncio.sleep(0.1)
+    assert running.state is RequestState.QUEUED, "it was begun, so it may wait"
+
+
+async def test_names_are_looked_up_again_and_workers_come_and_go(monkeypatch):
+    """Casebook C148, C150: those that vanish from a name are forgotten once their session ends."""
+    monkeypatch.setattr(worker_pool, "RESOLVE_SECONDS", 0.01)
+    rig = Rig()
+    pool = rig.dispatcher.pool
+    found = ["10.0.0.1", "10.0.0.2"]
+
+    async def getaddrinfo(name, port, **_):
+        assert (name, port) == ("decode.svc", 7002)
+        if not found:
+            raise OSError("no such name")
+        return [(2, 1, 6, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    sessions = {}
+
+    async def session(link):
+        sessions[link.address] = asyncio.Event()
+        await sessions[link.address].wait()
+
+    monkeypatch.setattr(pool, "_run_session", session)
+    pool.decode.clear()
+    pool.watch("decode.svc:7002", wpb.TIER_DECODE)
+    await asyncio.sleep(0.03)
+    assert [link.address for link in pool.decode] == ["10.0.0.1:7002", "10.0.0.2:7002"]
+    found[:] = ["10.0.0.2", "10.0.0.3"]
+    await asyncio.sleep(0.03)
+    assert len(pool.decode) == 3, "the first is still connected, so it stays"
+    sessions["10.0.0.1:7002"].set()
+    await asyncio.sleep(0.03)
+    assert {link.address for link in pool.decode} == {"10.0.0.2:7002", "10.0.0.3:7002"}
+    found.clear()
+    await asyncio.sleep(0.03)
+    assert len(pool.decode) == 2, "a name server that is away takes nobody along"
+    await pool.close()

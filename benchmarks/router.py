@@ -1,0 +1,183 @@
+"""`make bench-router`: what a router costs, by itself. Workers are scripted: no model, tokens at full speed.
+
+For 1, 64 and 512 streams over gRPC and HTTP: tokens and requests forwarded per CPU-second of the router process; and at
+a steady rate of tokens, how long a token is on its way from worker to client (both on this machine, one clock). The
+load comes from a process of its own, so that the client's Python is not what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.scripted_worker import age_seconds, tokenizer_hash
+from engine.model_store import DEFAULT_MODEL, resolve_model
+from kvferry.client import AsyncClient
+
+STREAMS = (1, 64, 512)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One measured load."""
+
+    tokens_per_cpu_second: float
+    requests_per_cpu_second: float
+    tokens_per_second: float
+    added_ms: tuple[float, float] | None
+    """(p50, p99) of a token's way."""
+
+
+@contextmanager
+def running_router(
+    model: Path, step_ms: float, router_flags: tuple[str, ...] = (), worker_flags: tuple[str, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    """A scripted worker and a router. Yields what the router's ready file says."""
+    with tempfile.TemporaryDirectory() as folder:
+        worker_file, router_file = Path(folder) / "worker.json", Path(folder) / "router.json"
+        processes = [
+            _start(
+                [
+                    "benchmarks.scripted_worker",
+                    "--tokenizer-hash",
+                    tokenizer_hash(model),
+                    "--step-ms",
+                    str(step_ms),
+                    *worker_flags,
+                ],
+                worker_file,
+            )
+        ]
+        try:
+            address = _ready(worker_file, processes[0])["address"]
+            arguments = ["router", "--model", str(model), "--colocated", address, *router_flags]
+            processes.append(_start(["kvferry", *arguments], router_file))
+            yield _ready(router_file, processes[1])
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(20)
+
+
+def _start(arguments: list[str], ready_file: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", *arguments, "--ready-file", str(ready_file), "--log-level", "error"]
+    return subprocess.Popen(command)
+
+
+def _ready(file: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    end = time.monotonic() + 60
+    while not file.exists():
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError("a process did not become ready")
+        time.sleep(0.02)
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
+
+
+async def _grpc_stream(client: AsyncClient, max_tokens: int, ages: list[float]) -> int:
+    stream = client.generate([5, 6, 7], max_tokens=max_tokens, ignore_eos=True, return_token_ids=True)
+    number = 0
+    async for piece in stream:
+        number += len(piece.token_ids)
+        ages += [age_seconds(token) for token in piece.token_ids]
+    return number
+
+
+async def _http_stream(client: httpx.AsyncClient, max_tokens: int, ages: list[float]) -> int:
+    body = {"prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, "stream": True, "return_token_ids": True}
+    number = 0
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                ids = json.loads(line[6:])["choices"][0].get("token_ids", ())
+                number += len(ids)
+                ages += [age_seconds(token) for token in ids]
+    return number
+
+
+async def _load(front: str, info: dict[str, Any], streams: int, max_tokens: int, seconds: float) -> dict[str, Any]:
+    """`streams` requests at any time for some seconds."""
+    ages: list[float] = []
+    counts = [0, 0]
+    end = time.monotonic() + seconds
+
+    async def keep_asking(client: Any) -> None:
+        ask = _grpc_stream if front == "gRPC" else _http_stream
+        while time.monotonic() < end:
+            counts[0] += await ask(client, max_tokens, ages)
+            counts[1] += 1
+
+    if front == "gRPC":
+        async with AsyncClient(info["address"]) as grpc_client:
+            await asyncio.gather(*(keep_asking(grpc_client) for _ in range(streams)))
+    else:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=info["http"], timeout=60, limits=limits) as http_client:
+            await asyncio.gather(*(keep_asking(http_client) for _ in range(streams)))
+    return {"tokens": counts[0], "requests": counts[1], "ages": ages}
+
+
+def _run_load(arguments: tuple[str, dict[str, Any], int, int, float]) -> dict[str, Any]:
+    return asyncio.run(_load(*arguments))
+
+
+def measure(front: str, info: dict[str, Any], streams: int, max_tokens: int, seconds: float) -> Outcome:
+    """One load, from a process of its own."""
+    router = psutil.Process(info["pid"])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.map(_run_load, [(front, info, 1, 8, 0.2)])  # imports and connections, not measured
+        before, started = router.cpu_times(), time.monotonic()
+        [result] = pool.map(_run_load, [(front, info, streams, max_tokens, seconds)])
+        after, elapsed = router.cpu_times(), time.monotonic() - started
+    cpu = (after.user + after.system) - (before.user + before.system)
+    ages = np.asarray(result["ages"]) * 1e3
+    added = (float(np.percentile(ages, 50)), float(np.percentile(ages, 99))) if len(ages) else None
+    return Outcome(result["tokens"] / cpu, result["requests"] / cpu, result["tokens"] / elapsed, added)
+
+
+def main(model: str = DEFAULT_MODEL, seconds: float = 5.0, max_tokens: int = 200, step_ms: float = 100.0) -> None:
+    """Measures a router with scripted workers. step_ms: time between tokens of a stream, for the added latency."""
+    console, folder = Console(), resolve_model(model)
+    table = Table(title=f"one router, {os.cpu_count()} cores; answers of {max_tokens} tokens")
+    for column in ("front", "streams", "tokens per CPU-s", "requests per CPU-s", "tokens/s", "added ms p50", "p99"):
+        table.add_column(column, justify="right")
+    cases = [(front, streams) for front in ("gRPC", "HTTP") for streams in STREAMS]
+    for front, streams in track(cases, "router", console=console, transient=True):
+        with running_router(folder, 0.0) as info:
+            full = measure(front, info, streams, max_tokens, seconds)
+        with running_router(folder, step_ms) as info:
+            steady = measure(front, info, streams, 20, seconds)
+        assert steady.added_ms is not None
+        table.add_row(
+            front,
+            str(streams),
+            f"{full.tokens_per_cpu_second:,.0f}",
+            f"{full.requests_per_cpu_second:,.0f}",
+            f"{full.tokens_per_second:,.0f}",
+            *(f"{value:.2f}" for value in steady.added_ms),
+        )
+    console.print(table)
+    console.print(f"added: from worker to client, at one token each {step_ms:.0f} ms per stream", highlight=False)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,33 @@
+"""Names of pages by content: what a prefix cache finds them by, in every process the same. No torch in here.
+
+A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids; the first parent is made of the cache salt.
+So equal keys mean equal tokens from the beginning of the sequence on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence as Seq
+
+KEY_BYTES = 16
+
+
+def first_parent(cache_salt: str) -> bytes:
+    """The parent of a sequence's first page."""
+    return hashlib.blake2b(cache_salt.encode(), digest_size=KEY_BYTES, person=b"kvferry salt").digest()
+
+
+def page_key(parent: bytes, token_ids: Seq[int]) -> bytes:
+    """Key of a full page with these tokens behind `parent`."""
+    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def page_keys(token_ids: Seq[int], page_size: int, cache_salt: str) -> tuple[bytes, ...]:
+    """Keys of all full pages of a sequence."""
+    keys: list[bytes] = []
+    parent = first_parent(cache_salt)
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        parent = page_key(parent, token_ids[start : start + page_size])
+        keys.append(parent)
+    return tuple(keys)

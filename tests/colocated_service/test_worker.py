@@ -1,0 +1,212 @@
+"""The colocated worker's loop with a scripted model, turned by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from colocated_service.config import ColocatedConfig
+from colocated_service.worker import ColocatedWorker
+from engine.config import EngineConfig
+from engine.page_pool import PagePool
+from protos import inference_pb2, worker_pb2
+from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
+from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
+from worker.metrics import WorkerMetrics
+from worker.process import MAX_FAILED_STEPS, WorkerParts
+
+
+class Rig:
+    """A worker whose loop is turned by hand."""
+
+    def __init__(self, num_pages=32, token_budget=8, **options):
+        self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
+        self.pool = PagePool(num_pages)
+        self.metrics = WorkerMetrics("colocated", self.pool)
+        parts = WorkerParts(
+            runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=None, transport_name="local", page_bytes=64,
+            vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics, loop=None,
+            worker_id="c", incarnation_id="1", agent_name="c/1",
+        )  # fmt: skip
+        config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
+        self.worker = ColocatedWorker(parts, self.runner, config)
+
+    def turn(self, times=1):
+        for _ in range(times):
+            assert self.worker._receive(wait=False)
+            step = self.worker._scheduler.schedule(time.monotonic(), self.worker._rate.tokens_per_second)
+            if step is not None:
+                self.worker._let_go(step)
+                self.worker._run_and_deliver(step)
+            self.worker._report_load()
+
+    def command(self, session_id=1, **command):
+        self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
+
+    def generate(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0, **options):
+        defaults = {
+            "stop": worker_pb2.StopConfig(max_tokens=max_tokens),
+            "sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0),
+            "num_prompt_tokens": len(token_ids),
+        }
+        command = worker_pb2.GenerateCommand(
+            request_id=name, attempt=attempt, token_ids=token_ids, **(defaults | options)
+        )
+        self.command(session_id, generate=command)
+
+    def outputs(self, name="r", session_id=1):
+        return [o for e in self.sessions.of("step_output", session_id) for o in e.outputs if o.request_id == name]
+
+    def tokens(self, name="r", session_id=1):
+        return [t for o in self.outputs(name, session_id) for t in o.token_ids]
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.inbox.put(SessionClosed(1))
+    made.inbox.put(SessionClosed(2))
+    made.turn()
+    assert made.pool.counts().held == 0
+
+
+def test_a_prompt_is_computed_in_chunks_and_its_answer_follows(rig):
+    rig.generate(token_ids=range(1, 19))
+    rig.turn(6)
+    assert [n for step in rig.runner.steps for _, n in step] == [8, 8, 2, 1, 1, 1]
+    assert rig.tokens() == [7, 7, 7, 7]
+    assert [o.first_index for o in rig.outputs()] == [0, 1, 2, 3]
+    assert rig.outputs()[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+    [finished] = rig.sessions.of("transfer_finished")
+    assert (finished.kv_transfer.num_chunks, finished.kv_transfer.bytes) == (3, 0)
+    stages = {s.stage for o in rig.outputs() for s in o.stamps}
+    assert stages == {
+        worker_pb2.STAGE_PREFILL_STARTED, worker_pb2.STAGE_PREFILL_FINISHED, worker_pb2.STAGE_DECODE_STARTED,
+        worker_pb2.STAGE_FINISHED,
+    }  # fmt: skip
+    kinds = [e.WhichOneof("event") for e in rig.sessions.events[1]]
+    assert kinds.index("transfer_finished") < len(kinds) - 1 - kinds[::-1].index("step_output")
+
+
+def test_one_run_of_the_model_has_both_phases(rig):
+    rig.generate("a", token_ids=range(1, 5), max_tokens=9)
+    rig.turn()
+    rig.generate("b", token_ids=range(11, 21))
+    rig.turn()
+    assert [n for _, n in rig.runner.steps[-1]] == [1, 7]
+
+
+def test_a_prefix_is_found_again_and_its_hits_are_told(rig):
+    for name in ("a", "b"):
+        rig.generate(name, token_ids=range(1, 14), max_tokens=1)
+        rig.turn(3)
+    assert [o.num_cached_tokens for o in rig.outputs("a") + rig.outputs("b")] == [0, 12]
+
+
+def test_logprobs_of_prompt_and_answer(rig):
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=1, prompt_logprobs=True)
+    rig.generate(token_ids=range(1, 14), sampling=sampling, max_tokens=2)
+    rig.turn(4)
+    first, second = rig.outputs()
+    assert list(first.prompt_logprobs.token_ids[::2]) == list(range(2, 14))
+    assert not second.HasField("prompt_logprobs")
+    assert len(first.logprobs.token_ids) == len(second.logprobs.token_ids) == 2
+
+
+def test_an_abort_frees_pages_in_every_state_and_only_for_its_own_router(rig):
+    for turns in range(5):
+        rig.generate(str(turns), token_ids=range(1, 19), max_tokens=10)
+        rig.turn(turns)
+        rig.command(session_id=2, abort=worker_pb2.AbortCommand(request_id=str(turns)))
+        rig.turn()
+        assert (str(turns), 0) in rig.worker._requests
+        rig.command(abort=worker_pb2.AbortCommand(request_id=str(turns)))
+        rig.turn()
+        assert rig.pool.counts().held == 0
+
+
+def test_a_lost_router_takes_its_requests_along(rig):
+    rig.generate("mine")
+    rig.generate("theirs", session_id=2)
+    rig.turn()
+    rig.inbox.put(SessionClosed(1))
+    rig.turn(6)
+    assert rig.tokens("theirs", 2) == [7] * 4
+    assert not rig.worker._requests
+
+
+def test_broken_logits_fail_their_request_only(rig):
+    rig.runner.broken = {3}
+    rig.generate("broken", token_ids=(3,) * 4)
+    rig.generate("fine", token_ids=(1,) * 4)
+    rig.turn(5)
+    assert [f.request_id for f in rig.sessions.of("request_failed")] == ["broken"]
+    assert rig.tokens("fine") == [7] * 4
+
+
+def test_steps_that_fail_are_retried_elsewhere_and_end_the_worker(rig):
+    rig.runner.fail = True
+    for number in range(MAX_FAILED_STEPS):
+        rig.generate(str(number))
+        if number < MAX_FAILED_STEPS - 1:
+            rig.turn()
+    with pytest.raises(RuntimeError, match="out of luck"):
+        rig.turn()
+    assert all(f.retryable for f in rig.sessions.of("request_failed"))
+    assert len(rig.sessions.of("request_failed")) == MAX_FAILED_STEPS
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": (VOCAB,)}, "token ids must be in"),
+        ({"max_tokens": 500}, "do not fit 32 pages"),
+        ({"stop": worker_pb2.StopConfig(max_tokens=1, stop_token_ids=[-1])}, "stop_token_ids must be"),
+    ],
+)
+def test_what_can_not_be_computed_is_refused(rig, changes, words):
+    rig.generate(**changes)
+    rig.turn()
+    assert words in rig.sessions.of("request_failed")[0].message
+
+
+def test_one_key_runs_once(rig):
+    rig.generate()
+    rig.generate()
+    rig.turn()
+    assert [f.message for f in rig.sessions.of("request_failed")] == ["request r, attempt 0, is known already"]
+
+
+def test_a_prompt_that_is_too_late_is_given_up(rig):
+    rig.generate(deadline_ms=1)
+    rig.turn()
+    time.sleep(0.01)
+    rig.turn()
+    assert rig.sessions.of("request_failed")[0].status_code == 4
+
+
+def test_a_newcomer_hears_of_cache_and_load(rig):
+    rig.generate(max_tokens=1)
+    rig.turn(3)
+    rig.sessions.events.clear()
+    rig.inbox.put(SessionOpened(1))
+    rig.turn()
+    assert len(rig.sessions.of("cache")[0].added) == 2
+    assert rig.sessions.of("load")[0].cached_pages == 2
+
+
+def test_preempted_answers_are_counted_and_keep_their_tokens():
+    rig = Rig(num_pages=6, token_budget=20)
+    for _ in range(20):
+        rig.worker._scheduler.answers.lengths.learn(2, 12)
+    for name in "abc":
+        rig.generate(name, token_ids=(ord(name) % 40,) * 7, max_tokens=12)
+    rig.turn(60)
+    assert {name: len(rig.tokens(name)) for name in "abc"} == dict.fromkeys("abc", 12)
+    for name in "abc":
+        assert [o.first_index for o in rig.outputs(name)] == list(range(12))
+    preempted = sum(rig.metrics._preemptions.labels("colocated", r)._value.get() for r in ("false", "true"))
+    assert preempted > 0
+    assert rig.pool.num_available == 6

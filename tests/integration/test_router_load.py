@@ -1,0 +1,83 @@
+"""A router alone, with a scripted (model-free) worker: thousands of streams, overload, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc
+import psutil
+import pytest
+
+from benchmarks.router import running_router
+from kvferry.client import AsyncClient, KvferryError
+
+
+async def test_a_thousand_streams_at_once(real_model):
+    """Casebook C129: every stream gets every token; memory afterwards is what it was."""
+    with running_router(real_model, step_ms=20.0) as info:
+        router = psutil.Process(info["pid"])
+        async with AsyncClient(info["address"]) as client:
+
+            async def ask(n):
+                stream = client.generate([5, n + 6], max_tokens=30, ignore_eos=True, return_token_ids=True)
+                return await stream.result()
+
+            await asyncio.gather(*(ask(n) for n in range(1000)))
+            before = router.memory_info().rss
+            results = await asyncio.gather(*(ask(n) for n in range(1000)))
+            assert all(len(r.token_ids) == 30 for r in results)
+            assert len({r.request_id for r in results}) == 1000
+            status = await client.cluster_status()
+            assert (status.queued_requests, status.running_requests) == (0, 0)
+        assert router.memory_info().rss < before * 1.3
+        assert router.num_fds() < 100
+
+
+async def test_at_three_times_capacity_the_excess_is_refused_at_once_and_the_rest_is_served(real_model):
+    """Casebook C131, C106: 8 places, 10 tokens of 20 ms each: 40 requests/s. Offered: 120/s for 3 seconds."""
+    flags = ("--max-queue-requests", "16")
+    with running_router(real_model, 20.0, flags, ("--max-num-sequences", "8")) as info:
+        async with AsyncClient(info["address"]) as client:
+            served, refused = [], []
+
+            async def ask(n):
+                started = time.monotonic()
+                try:
+                    stream = client.generate([5, n % 1000 + 6], max_tokens=10, ignore_eos=True, return_token_ids=True)
+                    await anext(aiter(stream))
+                    served.append(time.monotonic() - started)
+                    await stream.result()
+                except KvferryError as error:
+                    refused.append((time.monotonic() - started, error))
+
+            await ask(0)
+            tasks = []
+            start = time.monotonic()
+            for n in range(360):
+                tasks.append(asyncio.create_task(ask(n)))
+                await asyncio.sleep(max(0.0, start + (n + 1) / 120 - time.monotonic()))
+            await asyncio.gather(*tasks)
+            assert len(served) + len(refused) == 361
+            assert len(refused) > 100
+            # At most 16 wait before one: two rounds of answers, and a margin for a busy machine.
+            assert sorted(served)[len(served) * 9 // 10] < 4 * 0.4
+            assert {error.code for _, error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert all(error.retry_seconds > 0 for _, error in refused)
+            assert sorted(seconds for seconds, _ in refused)[len(refused) // 2] < 0.1
+            before = len(served)
+            await ask(1)
+            assert len(served) == before + 1, "it recovers at once"
+
+
+async def test_a_full_queue_is_bounded_in_time_too(real_model):
+    """Casebook C137: those that wait too long are refused in words, and never served."""
+    flags = ("--max-queue-seconds", "0.3")
+    with running_router(real_model, 50.0, flags, ("--max-num-sequences", "1")) as info:
+        async with AsyncClient(info["address"]) as client:
+            running = client.generate([5], max_tokens=40, ignore_eos=True, return_token_ids=True)
+            pieces = aiter(running)
+            await anext(pieces)
+            with pytest.raises(KvferryError, match=r"no worker was free within 0\.3 s"):
+                await client.generate([6], max_tokens=2).result()
+            assert (await running.result()).usage.completion_tokens == 40
