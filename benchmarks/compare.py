@@ -32,7 +32,7 @@ from benchmarks.goodput import GoodputSearch, Trial
 from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
 from benchmarks.targets import GrpcTarget
-from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, fitted
+from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, cut, fitted
 from kvferry.client import Client
 from kvferry.local import LocalCluster
 
@@ -135,9 +135,11 @@ class ArmUnderTest:
         self.client.flush_prefix_cache()
         before, started = self.busy_seconds(), time.perf_counter()
 
+        fitting = cut(requests, self.client.model_info().max_model_len)
+
         async def run() -> list[RequestRecord]:
             async with GrpcTarget(self.cluster.address, timeout) as target:
-                return await open_loop(target, requests, lambda: None)
+                return await open_loop(target, fitting, lambda: None)
 
         records = asyncio.run(run())
         seconds = time.perf_counter() - started
@@ -212,11 +214,11 @@ def _measure(
 
 def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float:
     """Each probe alone on each arm: what share has the same tokens everywhere?"""
-    probes = load.make(6, seed + 99)
-    vocab_size = arms[0].client.model_info().vocab_size
+    info = arms[0].client.model_info()
+    probes = cut(load.make(6, seed + 99), info.max_model_len)
 
     def ask(arm: ArmUnderTest, request: LoadRequest) -> tuple[int, ...]:
-        prompt, max_tokens = fitted(request.prompt, vocab_size), min(request.max_tokens, 24)
+        prompt, max_tokens = fitted(request.prompt, info.vocab_size), min(request.max_tokens, 24)
         options = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
         return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
 

@@ -157,6 +157,11 @@ def fitted(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     return tuple(token % vocab_size for token in prompt)
 
 
+def cut(requests: Iterable[LoadRequest], max_model_len: int) -> list[LoadRequest]:
+    """Prompts cut so that prompt and answer fit a model."""
+    return [replace(r, prompt=r.prompt[: max(1, max_model_len - r.max_tokens)]) for r in requests]
+
+
 def as_text(prompt: tuple[int, ...]) -> str:
     """A text of as many words as there are tokens, for servers that take no ids; equal beginnings stay equal."""
     return " ".join(_WORDS[token % len(_WORDS)] for token in prompt)

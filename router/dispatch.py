@@ -255,7 +255,7 @@ class Dispatcher:
         elif request.output.num_waiting > self._config.max_unread_tokens:
             self._metrics.slow_readers.inc()
             self._finish(request, ResourceExhausted(self._too_slow(request)))
-        if first:
+        if first or request.state is RequestState.FINISHED:
             self._bind_waiting()
 
     def _too_slow(self, request: Request) -> str:

@@ -26,8 +26,8 @@ def test_the_clients_numbers_are_the_servers(cluster, tmp_path):
     before = counted(cluster)
     output = tmp_path / "run.json"
     done = kvferry(
-        "bench", "run", "--address", cluster.address, "--num-requests", 24, "--rate", 6, "--prompt-tokens", 120,
-        "--output-tokens", 12, "--spread", 1.2, "--max-prompt-tokens", 600, "--warmup", 0, "--output", output,
+        "bench", "run", "--address", cluster.address, "--num-requests", 24, "--rate", 6, "--prompt-tokens", 380,
+        "--output-tokens", 12, "--spread", 0.5, "--warmup", 0, "--output", output,
         "--slo-ttft-ms", 60000, "--slo-tpot-ms", 60000,
     )  # fmt: skip
     after = counted(cluster)
@@ -109,4 +109,4 @@ def test_a_map_is_one_command(tiny_model, tmp_path):
 def test_unknown_loads_and_splits_are_named():
     assert "'nope'; there are long-prompts" in kvferry("bench", "compare", "--loads", "nope").stderr
     assert "--splits has '1-1'" in kvferry("bench", "compare", "--splits", "1-1").stderr
-    assert "pages" in kvferry("bench", "compare", "--splits", "2:1").stderr
+    assert "cores: 2 colocated" in kvferry("bench", "compare", "--splits", "2:1").stderr

@@ -568,3 +568,40 @@ async def test_names_are_looked_up_again_and_workers_come_and_go(monkeypatch):
     await asyncio.sleep(0.03)
     assert len(pool.decode) == 2, "a name server that is away takes nobody along"
     await pool.close()
+
+
+def make_colocated(rig, max_num_sequences=2):
+    link = make_link(wpb.TIER_COLOCATED, "c0")
+    link.info.limits.max_num_sequences = max_num_sequences
+    rig.dispatcher.pool.colocated.append(link)
+    return link
+
+
+async def test_a_colocated_worker_serves_with_one_leg_and_frees_its_place_when_done():
+    rig = Rig(prefill=0, decode=0)
+    link = make_colocated(rig)
+    requests = [rig.submit() for _ in range(3)]
+    assert rig.kinds(link) == ["generate", "generate"]
+    assert requests[2].state is RequestState.QUEUED
+    first = requests[0]
+    rig.tokens(first, link, 0, 11)
+    rig.tokens(first, link, 1, 12, finish=pb.FINISH_REASON_STOP)
+    assert events(first)[-1] == Ended(None)
+    [command] = rig.sent(link)
+    assert command.generate.request_id == requests[2].wire_id, "no load report is needed for that"
+    rig.dispatcher.cancel(requests[1])
+    assert rig.kinds(link) == ["abort"]
+
+
+async def test_pairs_and_colocated_workers_take_over_from_each_other():
+    rig = Rig()
+    link = make_colocated(rig)
+    rig.decode[0].is_full = True
+    request = rig.submit()
+    rig.tokens(request, link, 0, 11)
+    rig.decode[0].is_full = False
+    rig.lose(link)
+    assert request.decode is rig.decode[0]
+    rig.reserved(request)
+    rig.tokens(request, rig.prefill[0], 1, 12)
+    assert ids(events(request)) == [11, 12]
