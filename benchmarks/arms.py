@@ -58,7 +58,7 @@ class NotMatched(ValueError):
     """Two arms differ in something that a comparison has to keep equal."""
 
 
-MATCHED = ("model", "dtype", "page_size", "max_model_len")
+MATCHED = ("model", "dtype", "page_size", "max_model_len", "max_num_sequences", "prefix_cache", "decode_prefix_cache")
 
 
 def check_matched(arms: list[Arm]) -> None:
@@ -83,7 +83,7 @@ def make_arms(
     model: str = DEFAULT_MODEL,
     dtype: DTypeName = "auto",
     max_model_len: int | None = None,
-    max_num_sequences: int = 64,
+    max_num_sequences: int = 32,
 ) -> list[Arm]:
     """Colocated arms, one per token budget, and one two-tier arm per split (prefill, decode). Raises NotMatched."""
     common = ClusterConfig(

@@ -28,7 +28,10 @@ def arrival_times(
         raise ValueError(f"--rate is {rate}; it must be above 0")
     if not burstiness > 0:
         raise ValueError(f"--burstiness is {burstiness}; it must be above 0")
-    random = np.random.default_rng(seed)
+    if end_rate is not None and not end_rate > 0:
+        raise ValueError(f"--end-rate is {end_rate}; it must be above 0")
+    # A stream of its own: lengths are drawn with the same seed, and must not go up and down with the gaps.
+    random = np.random.default_rng((seed, 1))
     match kind:
         case "fixed":
             gaps = np.full(count, 1 / rate)

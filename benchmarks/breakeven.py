@@ -7,7 +7,7 @@ the cell: so many times what an idle machine needs. Cells where colocated wins a
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -80,9 +80,9 @@ def idle_slo(arms: list[ArmUnderTest], load: Load, factor: float) -> tuple[Slo, 
     ttft, tpot, whole = 0.0, 0.0, 0.0
     for under_test in arms:
         for request in load.make(2, 17):
-            lone = load.requests(1.0, 1.0, 17)[0]
-            records, _ = under_test.offer([type(lone)(request.prompt, request.max_tokens, 0.0)], timeout=120)
-            [record] = records
+            [record], _ = under_test.offer([replace(request, arrival=0.0)], timeout=120)
+            if not record.is_ok:
+                raise ValueError(f"{load.describe}: {under_test.arm.name} can't serve it: {record.error}")
             ttft, tpot = max(ttft, record.ttft or 0.0), max(tpot, record.tpot or 0.0)
             whole = max(whole, record.e2e or 0.0)
     return Slo(ttft_ms=ttft * factor * 1e3, tpot_ms=(tpot * factor * 1e3) or None), whole

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.arms import Arm, Load, NotMatched, make_arms, standard_loads
+from benchmarks.arms import Arm, Load, make_arms, standard_loads
 from benchmarks.arrivals import arrival_times, scaled_to_rate
 from benchmarks.config import BenchCommand, CompareCommand, MapCommand, RunCommand
 from benchmarks.driver import closed_loop, duration_of, open_loop
@@ -32,6 +32,9 @@ from benchmarks.workload import (
     synthetic,
     with_arrivals,
 )
+from engine.model_store import ModelUnavailable
+from kvferry.client import KvferryError
+from kvferry.local import StartFailed
 
 TRACES = Path(__file__).parent / "traces"
 SLICES = {"azure": TRACES / "azure_conv_2023_slice.csv", "mooncake": TRACES / "mooncake_conversation_slice.jsonl"}
@@ -64,7 +67,7 @@ def run_command(command: BenchCommand) -> int:
                 return _compare(command.command, console)
             case MapCommand():
                 return _map(command.command, console)
-    except (ValueError, OSError, NotMatched) as error:
+    except (ValueError, OSError, StartFailed, ModelUnavailable, KvferryError) as error:
         print(f"kvferry: error: {error}", file=sys.stderr)
         return 2
 
@@ -193,6 +196,7 @@ def _arms(command: CompareCommand | MapCommand) -> list[Arm]:
         command.model,
         command.dtype,
         command.max_model_len,
+        command.max_num_sequences,
     )
 
 

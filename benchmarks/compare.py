@@ -33,7 +33,7 @@ from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
 from benchmarks.targets import GrpcTarget
 from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, cut, fitted
-from kvferry.client import Client
+from kvferry.client import Client, KvferryError
 from kvferry.local import LocalCluster
 
 Say = Callable[[str], object]
@@ -159,6 +159,7 @@ def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
             client = stack.enter_context(Client(cluster.address))
             vocab_size = client.model_info().vocab_size
             for length in (16, 300):  # not measured; other prompts than any that is
+                length = min(length, client.model_info().max_model_len - 4)
                 prompt = random.Random(length).choices(range(HIGHEST_TOKEN, HIGHEST_TOKEN + 9000), k=length)
                 client.generate([token % vocab_size for token in prompt], max_tokens=4).result()
             running.append(ArmUnderTest(arm, cluster, client))
@@ -220,7 +221,10 @@ def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float:
     def ask(arm: ArmUnderTest, request: LoadRequest) -> tuple[int, ...]:
         prompt, max_tokens = fitted(request.prompt, info.vocab_size), min(request.max_tokens, 24)
         options = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-        return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
+        try:
+            return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
+        except KvferryError:
+            return (-1, arms.index(arm))  # equal to no other arm's
 
     answers = [tuple(ask(arm, request) for arm in arms) for request in probes]
     return sum(len(set(answer)) == 1 for answer in answers) / len(answers)

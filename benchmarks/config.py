@@ -92,8 +92,10 @@ class CompareCommand:
     """Workers in every arm; cores are shared equally among them."""
     splits: tuple[str, ...] = ("1:1",)
     """Two-tier arms, prefill:decode; each must add up to --workers."""
-    token_budgets: tuple[int, ...] = (128, 512)
-    """Colocated arms, one per token budget; the best counts."""
+    token_budgets: tuple[int, ...] = (48, 256)
+    """Colocated arms, one per token budget; the best counts. Small ones keep TPOT low, large ones TTFT."""
+    max_num_sequences: int = 32
+    """Most sequences at once on each worker, the same in all arms."""
     model: str = DEFAULT_MODEL
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"
@@ -134,8 +136,10 @@ class MapCommand:
     """Workers in every arm."""
     splits: tuple[str, ...] = ("1:1",)
     """Two-tier arms, prefill:decode."""
-    token_budgets: tuple[int, ...] = (128, 512)
-    """Colocated arms, one per token budget; the best counts."""
+    token_budgets: tuple[int, ...] = (48, 256)
+    """Colocated arms, one per token budget; the best counts. Small ones keep TPOT low, large ones TTFT."""
+    max_num_sequences: int = 32
+    """Most sequences at once on each worker, the same in all arms."""
     model: str = DEFAULT_MODEL
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"

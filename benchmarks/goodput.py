@@ -1,11 +1,13 @@
 """Goodput: the highest offered rate at which attainment stays at or above a target. Found by bisection; pure.
 
 The search doubles or halves its rate until one rate attains the target and a higher one does not, then halves the ratio
-between them. The answer is where a straight line between those two crosses the target.
+between them. The answer comes from all measured rates: attainment can only fall as the rate rises, so the counts are
+smoothed to fall (isotonic regression), and the answer is where a straight line between them crosses the target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,15 +50,18 @@ class GoodputSearch:
 
     @property
     def attained(self) -> Trial | None:
-        """The highest rate below every rate that missed, if it attained the target."""
-        missed = self.missed
-        below = [t for t in self.trials if self._is_attained(t) and (missed is None or t.rate < missed.rate)]
-        return max(below, key=lambda t: t.rate, default=None)
+        """The highest rate that attained the target, all counts considered."""
+        return max((t for t, share in self._smoothed() if share >= self._target), key=lambda t: t.rate, default=None)
 
     @property
     def missed(self) -> Trial | None:
-        """The lowest rate that missed the target."""
-        return min((t for t in self.trials if not self._is_attained(t)), key=lambda t: t.rate, default=None)
+        """The lowest rate that missed the target, all counts considered."""
+        return min((t for t, share in self._smoothed() if share < self._target), key=lambda t: t.rate, default=None)
+
+    def _smoothed(self) -> list[tuple[Trial, float]]:
+        """Trials, lowest rate first, with their smoothed attainment."""
+        trials = sorted(self.trials, key=lambda t: t.rate)
+        return list(zip(trials, falling([(t.met, t.offered) for t in trials]), strict=True))
 
     def next_rate(self) -> float | None:
         """The rate to measure now; None: the search is over."""
@@ -79,14 +84,9 @@ class GoodputSearch:
 
     @property
     def goodput(self) -> float:
-        """Requests per second; 0 if no measured rate attained the target. A lower bound if none missed it."""
-        low, high = self.attained, self.missed
-        if low is None:
-            return 0.0
-        if high is None:
-            return low.rate
-        share = (low.attainment - self._target) / (low.attainment - high.attainment)
-        return low.rate + share * (high.rate - low.rate)
+        """Requests per second. A lower bound if no measured rate missed the target."""
+        counts = sorted((t.rate, t.met, t.offered) for t in self.trials)
+        return crossing(counts, self._target)
 
     def interval(self, seed: int = 0, draws: int = 2000) -> tuple[float, float]:
         """95 % confidence interval of the goodput, by parametric bootstrap: counts drawn anew for each measured rate.
@@ -94,16 +94,40 @@ class GoodputSearch:
         Rates that were not measured are not in it, so it can't be narrower than the search was fine.
         """
         random = np.random.default_rng(seed)
+        trials = sorted(self.trials, key=lambda t: t.rate)
         found = []
         for _ in range(draws):
-            drawn = GoodputSearch(self._first_rate, self._max_trials, self._target, self._tolerance)
-            for trial in self.trials:
-                # Agresti-Coull: a share of 0 or 1 among few does not mean that it is so always.
-                share = (trial.met + 2) / (trial.offered + 4)
-                drawn.add(Trial(trial.rate, int(random.binomial(trial.offered, share)), trial.offered))
-            found.append(drawn.goodput)
+            # Jeffreys' prior: a share of 0 or 1 among few does not mean that it is so always.
+            shares = [random.beta(t.met + 0.5, t.offered - t.met + 0.5) for t in trials]
+            drawn = [(t.rate, share * t.offered, t.offered) for t, share in zip(trials, shares, strict=True)]
+            found.append(crossing(drawn, self._target))
         low, high = np.percentile(found, [2.5, 97.5]) if found else (0.0, 0.0)
         return float(low), float(high)
 
-    def _is_attained(self, trial: Trial) -> bool:
-        return trial.attainment >= self._target
+
+def crossing(counts: Sequence[tuple[float, float, float]], target: float) -> float:
+    """The rate at which the share crosses the target; without load it is 1. counts: (rate, met, offered), lowest first.
+
+    0 if nothing was measured, or if the share is 0 at every rate.
+    """
+    rates, shares = [rate for rate, _, _ in counts], falling([(met, offered) for _, met, offered in counts])
+    attained = [place for place, share in enumerate(shares) if share >= target]
+    if not attained:
+        return rates[0] * (1 - target) / (1 - shares[0]) if shares and shares[0] > 0 else 0.0
+    last = attained[-1]
+    if last + 1 == len(rates):
+        return rates[last]
+    part = (shares[last] - target) / (shares[last] - shares[last + 1])
+    return rates[last] + part * (rates[last + 1] - rates[last])
+
+
+def falling(counts: Sequence[tuple[float, float]]) -> list[float]:
+    """Shares met/offered, smoothed so that they never rise: pool-adjacent-violators (Ayer et al. 1955)."""
+    pools: list[tuple[float, float, int]] = []
+    for met, offered in counts:
+        pool = (met, offered, 1)
+        while pools and pools[-1][0] / pools[-1][1] <= pool[0] / pool[1]:
+            before = pools.pop()
+            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
+        pools.append(pool)
+    return [met / offered for met, offered, number in pools for _ in range(number)]

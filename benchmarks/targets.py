@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from contextlib import AsyncExitStack
@@ -92,7 +93,7 @@ class OpenAiTarget:
     async def __aenter__(self) -> Self:
         self._stack = AsyncExitStack()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = await self._stack.enter_async_context(httpx.AsyncClient(limits=limits, timeout=self._timeout))
+        self._client = await self._stack.enter_async_context(httpx.AsyncClient(limits=limits, timeout=None))
         return self
 
     async def __aexit__(
@@ -117,26 +118,34 @@ class OpenAiTarget:
         record.sent = time.perf_counter()
         record.counts_messages = True
         usage: dict[str, object] = {}
+        is_whole = False
         try:
-            async with self._client.stream("POST", f"{self._base_url}/{path}", json=body) as response:
+            async with (
+                asyncio.timeout(self._timeout),
+                self._client.stream("POST", f"{self._base_url}/{path}", json=body) as response,
+            ):
                 if response.status_code != 200:
                     record.error = (await response.aread()).decode("utf-8", "replace")[:500]
                     record.status = f"HTTP {response.status_code}"
                     return
                 async for line in response.aiter_lines():
-                    if not line.startswith("data:") or line.endswith("[DONE]"):
+                    if not line.startswith("data:"):
+                        continue
+                    if line.endswith("[DONE]"):
+                        is_whole = True
                         continue
                     event = json.loads(line.removeprefix("data:"))
                     usage = event.get("usage") or usage
                     if "error" in event:
                         record.status, record.error = "HTTP 200 with an error", str(event["error"])[:500]
                         return
+                    is_whole |= any(choice.get("finish_reason") for choice in event.get("choices", ()))
                     if any(_has_token(choice) for choice in event.get("choices", ())):
                         record.token_times.append(time.perf_counter())
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
             record.status, record.error = type(error).__name__, str(error)
         else:
-            record.status = "OK"
+            record.status = "OK" if is_whole else "cut off"
             record.prompt_tokens = int(str(usage.get("prompt_tokens", 0)))
             record.output_tokens = int(str(usage.get("completion_tokens", len(record.token_times))))
             record.counts_messages = record.output_tokens != len(record.token_times)

@@ -6,6 +6,8 @@ from statistics import mean
 
 from benchmarks.compare import ArmResult, Comparison, Run
 
+LATE_SHARE = 0.02
+"""Share of requests sent late from which on it is said."""
 CLEAR = 1.05
 """A goodput ratio within this factor of 1 is called even, and so is one whose confidence intervals overlap."""
 
@@ -25,8 +27,15 @@ def verdict(comparison: Comparison) -> list[str]:
     if share is not None:
         where = "on the side where splitting pays" if share > 1 else "on the side where it does not"
         sentences.append(
-            "This load is " + ("at break-even: choose by operations, not by speed." if is_even else f"{where}.")
+            "On which side of break-even this load is, this much data does not decide."
+            if is_even
+            else f"This load is {where}."
         )
+    late = max(
+        (run.summary["late_requests"] / run.summary["offered"] for r in comparison.arms for run in r.runs), default=0
+    )
+    if late > LATE_SHARE:
+        sentences.append(f"The load generator fell behind in some run ({late:.0%} of its requests): trust it less.")
     if any(result.is_lower_bound for result in (one, two)):
         sentences.append("A search ended before any rate missed the target: such a goodput is a lower bound.")
     return sentences

@@ -73,7 +73,9 @@ class ColocatedScheduler:
         prompt_order: Policy = "fcfs",
     ) -> None:
         self._token_budget, self._max_num_sequences, self._policy = token_budget, max_num_sequences, policy
-        self.prompts = PrefillScheduler(pool, cache, page_size, token_budget, max_num_sequences, prompt_order)
+        self.prompts = PrefillScheduler(
+            pool, cache, page_size, token_budget, max_num_sequences, prompt_order, self._growth_pages
+        )
         self.answers = DecodeScheduler(pool, cache, page_size, max_num_sequences)
         self._known: dict[str, _Known] = {}
 
@@ -122,6 +124,9 @@ class ColocatedScheduler:
             self.answers.release(sequence)
             self.prompts.abort(sequence)
 
+    def _growth_pages(self, sequence: Sequence) -> int:
+        return self.answers.forecast_pages(sequence, self._known[sequence.sequence_id].max_tokens)
+
     def _schedule_answers(self) -> tuple[tuple[ScheduledSequence, ...], tuple[Sequence, ...]]:
         step = self.answers.schedule(self.prompts.give_back_youngest)
         if step is None:
@@ -137,10 +142,11 @@ class ColocatedScheduler:
     def _schedule_prompts(
         self, now: float, prompt_tokens_per_second: float | None, token_budget: int
     ) -> PrefillStep | None:
+        has_prompts = self.prompts.num_waiting or self.prompts.num_running
         return self.prompts.schedule(
             now,
             prompt_tokens_per_second,
-            reserved_pages=self.answers.peak_growth_pages,
+            reserved_pages=self.answers.peak_growth_pages if has_prompts else 0,
             token_budget=max(token_budget, 0),
             max_running=self._max_num_sequences - self.answers.num_sequences,
         )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import grpc
@@ -67,11 +67,14 @@ class ColocatedWorker:
             config.policy,
             config.prompt_order,
         )
-        self._rate = Rate()
+        self._rate, self._token_budget = Rate(), config.token_budget
+        self._num_received: Counter[int] = Counter()
+        """Prompts by session."""
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
         self._last_load: worker_pb2.LoadReport | None = None
+        self._num_reported: Counter[int] = Counter()
         self._failed_steps = 0
 
     def run(self) -> None:
@@ -119,7 +122,8 @@ class ColocatedWorker:
                 self._parts.sessions.flush()
                 raise
         seconds = time.monotonic() - started
-        if step.num_prompt_tokens:
+        if 2 * step.num_prompt_tokens >= self._token_budget:
+            # A step with a short prompt says little: most of its time goes to answers, or to reading weights.
             self._rate.add(step.num_prompt_tokens, seconds)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_prompt_tokens)
@@ -150,16 +154,20 @@ class ColocatedWorker:
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
+                self._num_received.pop(session_id, None)
                 for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
                     self._abort(orphan)
 
     def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
         match request.WhichOneof("command"):
             case "generate":
+                self._num_received[session_id] += 1
                 self._submit(session_id, request.generate)
             case "abort":
                 found = self._requests.get((request.abort.request_id, request.abort.attempt))
                 if found is not None and found.session_id == session_id:
+                    if request.abort.is_complete:
+                        self._scheduler.finish(found.sequence)
                     self._abort(found)
             case "flush_cache":
                 self._cache.flush()
@@ -258,8 +266,7 @@ class ColocatedWorker:
     # ends
 
     def _abort(self, request: _Request) -> None:
-        """Nobody wants it any more. Its length is worth knowing: the router may have found a stop string."""
-        self._scheduler.finish(request.sequence)
+        """Nobody wants it any more."""
         self._forget(request)
         self._parts.metrics.count_end("aborted")
 
@@ -308,15 +315,19 @@ class ColocatedWorker:
             queued_seconds=self._rate.seconds_for(prompts.queued_tokens + prompts.running_tokens),
             num_sequences=len(self._requests),
             step_ms=self._rate.step_seconds * 1e3,
+            tokens_per_second=self._rate.tokens_per_second or 0.0,
             hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
         self._parts.metrics.expected_growth_pages.set(load.promised_pages)
         self._parts.metrics.set_refusals(prompts.refusals)
         self._parts.metrics.prompt_restarts.set(prompts.num_restarts)
-        if load != self._last_load:
-            self._last_load = load
-            self._broadcast(worker_pb2.SessionResponse(load=load))
+        if load != self._last_load or self._num_received != self._num_reported:
+            self._last_load, self._num_reported = load, Counter(self._num_received)
+            for session_id in self._parts.sessions.all_ids():
+                event = worker_pb2.SessionResponse(load=load)
+                event.load.num_prompts_received = self._num_received[session_id]
+                self._parts.sessions.add(session_id, event)
         if events := self._cache.take_events():
             message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
             self._broadcast(worker_pb2.SessionResponse(cache=message))

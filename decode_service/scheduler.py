@@ -89,6 +89,12 @@ class DecodeScheduler:
         """Pages that admitted sequences are expected to take until they end."""
         return sum(self._growth_pages(a, self._final_num_tokens(a)) for a in self._admitted.values())
 
+    def forecast_pages(self, sequence: Sequence, max_tokens: int) -> int:
+        """Pages that a sequence which is not admitted yet is expected to take beyond those of its known tokens."""
+        final = sequence.num_prompt_tokens + self.lengths.forecast(sequence.num_output_tokens, max_tokens)
+        now = num_pages_for(sequence.num_tokens, self._page_size)
+        return max(0, self.pages_needed(final) - now)
+
     def pages_needed(self, num_tokens: int) -> int:
         """Pages of a whole sequence of `num_tokens` tokens; the last token's KV is never computed."""
         return num_pages_for(num_tokens - 1, self._page_size)

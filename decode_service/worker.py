@@ -146,8 +146,8 @@ class DecodeWorker:
             case "abort":
                 found = self._requests.get((request.abort.request_id, request.abort.attempt))
                 if found is not None and found.session_id == session_id:
-                    # Its length is worth knowing: the router may have found a stop string.
-                    self._scheduler.finish(found.sequence)
+                    if request.abort.is_complete:
+                        self._scheduler.finish(found.sequence)
                     self._release(found)
                     self._parts.metrics.count_end("aborted")
             case "flush_cache":

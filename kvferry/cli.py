@@ -344,12 +344,16 @@ def _status(command: StatusCommand) -> int:
     for column in (
         "worker",
         "tier",
+        "incarnation",
         "address",
         "state",
         "pages free",
+        "cached",
         "of",
         "queued tokens",
+        "queued s",
         "sequences",
+        "hit rate",
         "seen s ago",
     ):
         table.add_column(column)
@@ -357,12 +361,16 @@ def _status(command: StatusCommand) -> int:
         table.add_row(
             worker.worker_id,
             worker.tier,
+            worker.incarnation_id[:8],
             worker.address,
             f"{worker.state} {worker.reason}".strip(),
             str(worker.free_pages),
+            str(worker.cached_pages),
             str(worker.total_pages),
             str(worker.queued_tokens),
+            f"{worker.queued_seconds:.1f}",
             str(worker.running_sequences),
+            f"{worker.hit_rate:.0%}",
             f"{worker.last_seen_ms / 1e3:.1f}",
         )
     Console().print(table)

@@ -7,6 +7,7 @@ when this process dies, however it dies, the pipes close and the children end.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -104,6 +105,11 @@ class ClusterConfig:
         ):
             if value is not None and value < least:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}")
+        if self.colocated and self.colocated_policy == "mixed" and self.token_budget <= self.max_num_sequences:
+            raise ValueError(
+                f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
+                "mixed steps of colocated workers need a larger budget"
+            )
         for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} is {port}; it must be between 0 and 65535")
@@ -163,6 +169,7 @@ class LocalCluster:
         self._log = log or sys.stderr
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self._model: Path | None = None
+        self._starts = itertools.count()
         self._give_up: Callable[[], bool] = lambda: False
 
     def __enter__(self) -> Self:
@@ -313,7 +320,7 @@ class LocalCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
-        ready_file = self._folder / f"{name}-{len(self.processes)}.json"
+        ready_file = self._folder / f"{name}-{next(self._starts)}.json"
         read_end, write_end = os.pipe()
         full = [sys.executable, "-m", "kvferry", command, "--model", str(self._model), *arguments]
         full += ["--ready-file", str(ready_file), "--log-level", self.config.log_level, "--lifeline-fd", str(read_end)]

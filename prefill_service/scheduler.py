@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,7 +86,10 @@ class PrefillScheduler:
         token_budget: int,
         max_num_sequences: int,
         policy: Policy = "fcfs",
+        growth_pages: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> None:
+        """growth_pages: that the answer of a prompt will take, if it stays on this worker."""
+        self._growth_pages = growth_pages
         self._pool, self._cache, self._page_size = pool, cache, page_size
         self._token_budget, self._max_num_sequences, self._policy = token_budget, max_num_sequences, policy
         self._waiting: dict[str, _Prompt] = {}
@@ -188,6 +192,10 @@ class PrefillScheduler:
                 needed = 0.0
                 if is_waiting and tokens_per_second:
                     needed = prompt.sequence.num_uncomputed_tokens / tokens_per_second
+                    if now + needed >= prompt.deadline:
+                        # What the cache has need not be computed.
+                        num_cached = len(self._match(prompt.sequence)) * self._page_size
+                        needed -= num_cached / tokens_per_second
                 if now + needed >= prompt.deadline:
                     late.append(prompt.sequence)
         for sequence in late:
@@ -226,10 +234,10 @@ class PrefillScheduler:
     def _admit(self, prompt: _Prompt, budget: Budget) -> bool:
         """Match the prefix, fit, lock, fit again; else unlock and say "not now"."""
         sequence = prompt.sequence
-        # The last token is always computed: its logits are needed. With prompt_logprobs those of all tokens are.
-        matchable = 0 if sequence.sampling.prompt_logprobs else sequence.num_tokens - 1
-        matched = self._cache.match(sequence, matchable)
+        matched = self._match(sequence)
         needed = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
+        if self._running or budget.reserved_pages:  # alone it may try: what does not fit is computed again later
+            needed += self._growth_pages(sequence)
         if needed > self._unpromised_pages(budget):
             self.refusals["pages"] += 1
             return False
@@ -246,9 +254,16 @@ class PrefillScheduler:
         self._running[sequence.sequence_id] = prompt
         return True
 
+    def _match(self, sequence: Sequence) -> list[int]:
+        """Pages of the cache that a prompt can begin with."""
+        # The last token is always computed: its logits are needed. With prompt_logprobs those of all tokens are.
+        return self._cache.match(sequence, 0 if sequence.sampling.prompt_logprobs else sequence.num_tokens - 1)
+
     def _unpromised_pages(self, budget: Budget) -> int:
         promised = sum(
-            num_pages_for(p.sequence.num_tokens, self._page_size) - len(p.sequence.page_table)
+            num_pages_for(p.sequence.num_tokens, self._page_size)
+            - len(p.sequence.page_table)
+            + self._growth_pages(p.sequence)
             for p in self._running.values()
         )
         return self._pool.num_available - budget.reserved_pages - promised

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -92,7 +92,10 @@ class PrefillWorker:
         self._scheduler = PrefillScheduler(
             parts.pool, self._cache, parts.page_size, config.token_budget, config.max_num_sequences, config.policy
         )
-        self._rate = Rate()
+        self._rate, self._token_budget = Rate(), config.token_budget
+        self._num_received: Counter[int] = Counter()
+        """Prompts by session."""
+        self._num_reported: Counter[int] = Counter()
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
@@ -142,7 +145,9 @@ class PrefillWorker:
                 self._parts.sessions.flush()
                 raise
         seconds = time.monotonic() - started
-        self._rate.add(step.num_tokens, seconds)
+        if 2 * step.num_tokens >= self._token_budget:
+            # A step with a short prompt says little: most of its time goes to reading weights.
+            self._rate.add(step.num_tokens, seconds)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_tokens)
 
@@ -174,6 +179,7 @@ class PrefillWorker:
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
+                self._num_received.pop(session_id, None)
                 for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
                     self._end_early(orphan, "its router is gone")
                     self._parts.metrics.count_end("aborted")
@@ -194,6 +200,7 @@ class PrefillWorker:
     def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
         match request.WhichOneof("command"):
             case "prefill":
+                self._num_received[session_id] += 1
                 self._submit(session_id, request.prefill)
             case "abort":
                 for found in self._find(request.abort, session_id):
@@ -464,14 +471,18 @@ class PrefillWorker:
             queued_seconds=self._rate.seconds_for(scheduler.queued_tokens + scheduler.running_tokens),
             num_sequences=scheduler.num_waiting + scheduler.num_running,
             step_ms=self._rate.step_seconds * 1e3,
+            tokens_per_second=self._rate.tokens_per_second or 0.0,
             hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
         self._parts.metrics.set_refusals(scheduler.refusals)
         self._parts.metrics.prompt_restarts.set(scheduler.num_restarts)
-        if load != self._last_load:
-            self._last_load = load
-            self._broadcast(worker_pb2.SessionResponse(load=load))
+        if load != self._last_load or self._num_received != self._num_reported:
+            self._last_load, self._num_reported = load, Counter(self._num_received)
+            for session_id in self._parts.sessions.all_ids():
+                event = worker_pb2.SessionResponse(load=load)
+                event.load.num_prompts_received = self._num_received[session_id]
+                self._parts.sessions.add(session_id, event)
         if events := self._cache.take_events():
             message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
             self._broadcast(worker_pb2.SessionResponse(cache=message))

@@ -683,19 +683,23 @@ class AbortCommand(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request to forget."""
     attempt: _builtins.int
     """Which try."""
+    is_complete: _builtins.bool
+    """The answer is complete, though no worker knows: a stop string was found."""
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        is_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_complete", b"is_complete", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1064,7 +1068,7 @@ Global___RequestFailedEvent: _TypeAlias = RequestFailedEvent  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
-    """How busy a worker is."""
+    """How busy a worker is. A colocated one fills the fields of both tiers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1080,6 +1084,8 @@ class LoadReport(_message.Message):
     PINNED_PAGES_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     HIT_RATE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_RECEIVED_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
     """Pages nobody holds."""
     promised_pages: _builtins.int
@@ -1104,6 +1110,10 @@ class LoadReport(_message.Message):
     """Time of a step, smoothed."""
     hit_rate: _builtins.float
     """Share of prompt tokens found in the prefix cache since the start."""
+    tokens_per_second: _builtins.float
+    """Measured rate of computing prompts; 0 until it is known; not of decode workers."""
+    num_prompts_received: _builtins.int
+    """Prompts that this router sent in this session and that are in these numbers; not of decode workers."""
     def __init__(
         self,
         *,
@@ -1119,10 +1129,12 @@ class LoadReport(_message.Message):
         pinned_pages: _builtins.int = ...,
         step_ms: _builtins.float = ...,
         hit_rate: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
+        num_prompts_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "held_pages", b"held_pages", "hit_rate", b"hit_rate", "num_sequences", b"num_sequences", "pinned_pages", b"pinned_pages", "promised_pages", b"promised_pages", "quarantined_pages", b"quarantined_pages", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "running_tokens", b"running_tokens", "step_ms", b"step_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "held_pages", b"held_pages", "hit_rate", b"hit_rate", "num_prompts_received", b"num_prompts_received", "num_sequences", b"num_sequences", "pinned_pages", b"pinned_pages", "promised_pages", b"promised_pages", "quarantined_pages", b"quarantined_pages", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "running_tokens", b"running_tokens", "step_ms", b"step_ms", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

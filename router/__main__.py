@@ -54,7 +54,6 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     inference_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(dispatcher), server.server)
     http_api = HttpApi(
         generator,
-        tokenizer,
         metrics.registry,
         why_not_ready=lambda: "" if dispatcher.pool.ready_pairs() else dispatcher.pool.why_not_ready(),
         count_end=lambda status: metrics.ended.labels(status).inc(),

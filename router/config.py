@@ -6,9 +6,11 @@ import os
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rpc.config import ProcessConfig
 
+Admission = Literal["always", "predictive"]
 DNS_PREFIX = "dns:///"
 """Before a name whose addresses are all workers, as gRPC writes it."""
 
@@ -49,6 +51,9 @@ class RouterConfig:
     """A request that no worker began within this time is refused with RESOURCE_EXHAUSTED. Unset: no limit but the
     client's deadline."""
 
+    admission: Admission = "always"
+    """predictive: a request whose first token can't come before its deadline, at the rate that workers report, is
+    refused at once with RESOURCE_EXHAUSTED; always: it may wait and try."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""

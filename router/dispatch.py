@@ -9,11 +9,11 @@ import time
 from protos import worker_pb2
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
-from router.policy import can_serve, choose_pair, model_hashes, uncached_tokens
+from router.policy import can_serve, choose_pair, model_hashes, seconds_to_first_token, uncached_tokens
 from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
-from rpc.errors import Cancelled, RequestError, ResourceExhausted, Unavailable, error_for_code
+from rpc.errors import Cancelled, Internal, RequestError, ResourceExhausted, Unavailable, error_for_code
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +40,13 @@ class Dispatcher:
         """Requests bound to workers."""
         return len(self._running)
 
-    def check_room(self, num_requests: int, num_tokens: int) -> None:
-        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room.
+    def check_room(self, num_requests: int, num_tokens: int, deadline_seconds: float | None = None) -> None:
+        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room or no time.
 
-        num_tokens: of each request's prompt.
+        num_tokens: of each request's prompt. deadline_seconds: time left to the client's deadline.
         """
-        if not self.pool.ready_pairs():
+        pairs = self.pool.ready_pairs()
+        if not pairs:
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
         waiting = len(self._queue) + self.num_announced
         if waiting + num_requests > self._config.max_queue_requests:
@@ -60,6 +61,14 @@ class Dispatcher:
                 f"the queue is full: {self._queue.num_tokens} prompt tokens wait, {most} may; "
                 f"this request has {num_requests * num_tokens}"
             )
+
+        if self._config.admission == "predictive" and deadline_seconds is not None:
+            needed = seconds_to_first_token(num_tokens, self._queue.num_tokens, pairs)
+            if needed is not None and needed > deadline_seconds:
+                raise ResourceExhausted(
+                    f"the first token would take {needed:.1f} s at the measured rate, "
+                    f"the deadline leaves {deadline_seconds:.1f} s"
+                )
 
     def submit(self, request: Request) -> None:
         """Queues a request; its output tells how it goes."""
@@ -93,7 +102,7 @@ class Dispatcher:
         """The answer is whole, though no worker knows: the router found a stop string."""
         request.is_answered = True
         if request.state is RequestState.RUNNING:
-            self._close_leg(request, "decode", abort=True)
+            self._close_leg(request, "decode", abort=True, is_complete=True)
             self._finish_if_over(request)
         else:
             # Between two attempts: nothing of it runs, so no event would ever end it.
@@ -113,7 +122,12 @@ class Dispatcher:
             if pair is None:
                 break
             self._queue.remove(request)
-            self._reserve(request, *pair)
+            try:
+                self._reserve(request, *pair)
+            except Exception as error:
+                # A defect of ours must cost this request, not the session of a worker whose event brought us here.
+                log.exception("binding failed", extra={"request_id": request.checked.request_id})
+                self._finish(request, Internal(f"an unexpected error in the router: {error}"))
         self._metrics.set_requests(queued=self.num_queued, running=self.num_running)
 
     def _await_workers(self, request: Request) -> None:
@@ -175,7 +189,13 @@ class Dispatcher:
             cache_salt=request.checked.cache_salt,
             priority=request.checked.priority,
         )
-        worker.send(worker_pb2.SessionRequest(generate=command))
+        self._send_prompt(request, worker, worker_pb2.SessionRequest(generate=command))
+
+    @staticmethod
+    def _send_prompt(request: Request, worker: WorkerLink, command: worker_pb2.SessionRequest) -> None:
+        worker.num_prompts_sent += 1
+        request.prompt_number = worker.num_prompts_sent
+        worker.send(command)
 
     # events of workers
 
@@ -231,7 +251,7 @@ class Dispatcher:
             cache_salt=request.checked.cache_salt,
             priority=request.checked.priority,
         )
-        request.prefill.send(worker_pb2.SessionRequest(prefill=command))
+        self._send_prompt(request, request.prefill, worker_pb2.SessionRequest(prefill=command))
 
     def _on_refused(self, request: Request, decode: WorkerLink) -> None:
         """No room there after all: back to its place in the queue until the worker reports a change."""
@@ -239,6 +259,9 @@ class Dispatcher:
         self._unbind(request)
         request.state = RequestState.QUEUED
         self._queue.put_back(request)
+        seconds = self._config.max_queue_seconds
+        if seconds is not None and time.monotonic() - request.received >= seconds:
+            self._end_waiting(request, seconds)
         self._bind_waiting()
 
     def _on_output(self, request: Request, link: WorkerLink, output: worker_pb2.TokenOutput) -> None:
@@ -354,12 +377,14 @@ class Dispatcher:
         self._close_leg(request, "decode", abort=False)
         self._running.pop((request.wire_id, request.attempt), None)
 
-    def _close_leg(self, request: Request, leg: str, abort: bool) -> None:
+    def _close_leg(self, request: Request, leg: str, abort: bool, is_complete: bool = False) -> None:
         link: WorkerLink | None = getattr(request, leg)
         if link is None:
             return
         setattr(request, leg, None)
         link.requests.discard(request)
         if abort:
-            command = worker_pb2.AbortCommand(request_id=request.wire_id, attempt=request.attempt)
+            command = worker_pb2.AbortCommand(
+                request_id=request.wire_id, attempt=request.attempt, is_complete=is_complete
+            )
             link.send(worker_pb2.SessionRequest(abort=command))

@@ -57,7 +57,7 @@ class Generator:
             checked = check_request(request, self._tokenizer, self.model_name, limits)
         if checked.request_id in self._running_ids:
             raise AlreadyExists(f"request_id: {checked.request_id!r} is running already")
-        self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids))
+        self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids), deadline_seconds)
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         news = asyncio.Event()
         answers = [

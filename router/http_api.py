@@ -14,6 +14,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -31,13 +32,14 @@ from starlette.routing import Route
 from protos import inference_pb2
 from router.generation import Generator
 from router.openai_models import ChatBody, CompletionBody, body_error
-from router.tokenizer import Tokenizer
 from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, RequestError
 from rpc.server import PortInUse
 
 log = logging.getLogger(__name__)
 
 LARGEST_BODY_BYTES = 64 * 1024 * 1024
+BYTES_TO_PARSE_AT_ONCE = 20_000
+"""Bodies up to this size are read on the event loop."""
 STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
     grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
@@ -61,13 +63,12 @@ class HttpApi:
     def __init__(
         self,
         generator: Generator,
-        tokenizer: Tokenizer,
         registry: CollectorRegistry,
         why_not_ready: Callable[[], str],
         count_end: Callable[[str], None],
     ) -> None:
         """why_not_ready: empty if a pair is ready. count_end: told the gRPC status name of each ended request."""
-        self._generator, self._tokenizer, self._registry = generator, tokenizer, registry
+        self._generator, self._registry = generator, registry
         self._why_not_ready, self._count_end = why_not_ready, count_end
         self._started = int(time.time())
         self.app = Starlette(
@@ -116,18 +117,22 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         """Text from a prompt."""
-        return await self._answer(request, CompletionBody, _Completion(self._tokenizer))
+        return await self._answer(request, CompletionBody, _Completion())
 
     async def chat_completions(self, request: Request) -> Response:
         """The next turn of a conversation."""
-        return await self._answer(request, ChatBody, _Chat(self._tokenizer))
+        return await self._answer(request, ChatBody, _Chat())
 
     async def _answer(
         self, request: Request, body_type: type[CompletionBody] | type[ChatBody], form: _Form
     ) -> Response:
         try:
-            body = await _read_body(request, body_type)
-            asked = body.requests()
+            raw = await _read_body(request)
+            if len(raw) > BYTES_TO_PARSE_AT_ONCE:
+                # Long prompts take long to read; other streams must not wait for that.
+                body, asked = await asyncio.to_thread(_parse, raw, body_type)
+            else:
+                body, asked = _parse(raw, body_type)
         except RequestError as error:
             self._count_end(error.code.name)
             return error_response(error)
@@ -222,9 +227,6 @@ class _Form:
     chunk_name = ""
     id_prefix = ""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
     def begin(self, model: str, num_answers: int, options: Any) -> None:
         """For one request."""
         self.wants_usage = bool(options and options.include_usage)
@@ -232,11 +234,13 @@ class _Form:
         self._common = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
         self._prompt_tokens: dict[int, int] = {}
-        self._completion_tokens = self._cached_tokens = 0
+        self._cached_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+        self._text_lengths: Counter[int] = Counter()
 
     def chunks(self, place: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
         """What a stream says of a response."""
-        index = place * self._num_answers + response.index
+        index = self.index_of(place, response)
         is_first = index not in self._begun
         self._begun.add(index)
         self.note_usage(place, response)
@@ -245,7 +249,8 @@ class _Form:
         if response.token_ids:
             choice["token_ids"] = list(response.token_ids)
         if response.logprobs:
-            choice["logprobs"] = self.logprobs(response)
+            choice["logprobs"] = self.logprobs(response, self._text_lengths[index])
+        self._text_lengths[index] += len(response.text)
         if finish and response.stop_reason:
             choice["stop_reason"] = response.stop_reason
         usage = {"usage": None} if self.wants_usage else {}
@@ -256,7 +261,8 @@ class _Form:
         if response.finish_reason:
             self._prompt_tokens[place] = response.usage.prompt_tokens
             self._completion_tokens += response.usage.completion_tokens
-            self._cached_tokens = max(self._cached_tokens, response.usage.cached_tokens)
+            if response.index == 0:  # the others find what the first has computed
+                self._cached_tokens[place] = response.usage.cached_tokens
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and answers."""
@@ -265,7 +271,7 @@ class _Form:
             "prompt_tokens": prompt,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -286,7 +292,7 @@ class _Form:
             if joined.token_ids:
                 choice["token_ids"] = list(joined.token_ids)
             if joined.logprobs:
-                choice["logprobs"] = self.logprobs(joined)
+                choice["logprobs"] = self.logprobs(joined, 0)
             if responses[-1].stop_reason:
                 choice["stop_reason"] = responses[-1].stop_reason
             choices.append(choice)
@@ -304,8 +310,8 @@ class _Form:
         """The whole text."""
         raise NotImplementedError
 
-    def logprobs(self, response: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """Log-probabilities in the endpoint's shape."""
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
+        """Log-probabilities in the endpoint's shape. text_before: characters of the answer sent before."""
         raise NotImplementedError
 
 
@@ -319,13 +325,13 @@ class _Completion(_Form):
     def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
         return {"text": joined.text}
 
-    def logprobs(self, response: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
         tokens = [_readable(entry.chosen) for entry in response.logprobs]
         return {
             "tokens": tokens,
             "token_logprobs": [entry.chosen.logprob for entry in response.logprobs],
             "top_logprobs": [{_readable(top): top.logprob for top in entry.top} for entry in response.logprobs],
-            "text_offset": list(itertools.accumulate([0, *(len(token) for token in tokens[:-1])])),
+            "text_offset": list(itertools.accumulate([text_before, *(len(token) for token in tokens[:-1])])),
         }
 
 
@@ -341,7 +347,7 @@ class _Chat(_Form):
     def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": joined.text, "refusal": None}}
 
-    def logprobs(self, response: inference_pb2.GenerateResponse) -> dict[str, Any]:
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
         def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
             return {"token": _readable(token), "logprob": token.logprob, "bytes": list(token.token_bytes)}
 
@@ -356,18 +362,26 @@ def _readable(token: inference_pb2.TokenLogprob) -> str:
     return token.token_bytes.decode("utf-8", "replace")
 
 
-async def _read_body(request: Request, body_type: type[CompletionBody] | type[ChatBody]) -> CompletionBody | ChatBody:
-    """Raises InvalidArgument."""
+async def _read_body(request: Request) -> bytes:
+    """Raises InvalidArgument if it is too large."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > LARGEST_BODY_BYTES:
             raise InvalidArgument("body", f"is larger than {LARGEST_BODY_BYTES} bytes")
         chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _parse(
+    raw: bytes, body_type: type[CompletionBody] | type[ChatBody]
+) -> tuple[CompletionBody | ChatBody, list[inference_pb2.GenerateRequest]]:
+    """Raises InvalidArgument."""
     try:
-        return body_type.model_validate_json(b"".join(chunks))
+        body = body_type.model_validate_json(raw)
     except ValidationError as error:
         raise body_error(error.errors()) from error
+    return body, body.requests()
 
 
 async def _collect(

@@ -75,7 +75,7 @@ class CommonBody(BaseModel):
     cache_salt: str = ""
     request_id: str = ""
     return_token_ids: bool = False
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
     """Seconds for queue, prefill, transfer and decode together, like a gRPC deadline."""
 
     def check_served(self) -> None:

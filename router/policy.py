@@ -89,9 +89,27 @@ def pick(scored: Seq[tuple[tuple[float, float], Pair]]) -> Pair | None:
 
 
 def pending_tokens(prefill: WorkerLink) -> int:
-    """Prompt tokens bound to a prefill worker, by us or, as it reports, by all routers."""
-    ours = sum(r.num_bound_tokens for r in prefill.requests if r.num_attempt_tokens == 0)
-    return max(ours, prefill.load.queued_tokens + prefill.load.running_tokens)
+    """Prompt tokens that a prefill worker has to compute: those it reports, and ours that it did not know of yet."""
+    load = prefill.load
+    unreported = (
+        r.num_bound_tokens
+        for r in prefill.requests
+        if r.num_attempt_tokens == 0 and (r.prompt_number is None or r.prompt_number > load.num_prompts_received)
+    )
+    return load.queued_tokens + load.running_tokens + sum(unreported)
+
+
+def seconds_to_first_token(num_tokens: int, queued_tokens: int, pairs: Iterable[Pair]) -> float | None:
+    """How long a new prompt behind `queued_tokens` waiting ones will take, at the rates that workers report.
+
+    None while no rate is known.
+    """
+    computing = {id(prefill): prefill for prefill, _ in pairs}.values()
+    rates = [prefill.load.tokens_per_second for prefill in computing]
+    if sum(rates) <= 0:
+        return None
+    # Those before it are shared out, the prompt itself is computed by one.
+    return (queued_tokens + sum(map(pending_tokens, computing))) / sum(rates) + num_tokens / max(rates)
 
 
 def pages_taken(decode: WorkerLink) -> float:

@@ -22,6 +22,8 @@ from router.output_stream import OutputStream
 from router.validation import CheckedRequest
 from router.worker_pool import WorkerLink
 
+MAX_DEADLINE_SECONDS = 1e9
+"""A later deadline is told to workers as this one: some have no end, and the wire has 64 bits."""
 MAX_FRUITLESS_ATTEMPTS = 5
 """A request is given up after this many attempts in a row that brought no token."""
 
@@ -69,6 +71,8 @@ class Request:
     """The last token is known."""
     num_bound_tokens: int = 0
     """Tokens that the prefill worker it is bound to has to compute, as far as known."""
+    prompt_number: int | None = None
+    """The prompts that worker was sent before this attempt's, and this one; None: it was not sent yet."""
     unservable_since: float | None = None
     """time.monotonic() since when no present pair could serve it."""
     num_fruitless: int = 0
@@ -114,7 +118,9 @@ class Request:
 
     def remaining_ms(self) -> int:
         """Time left until the deadline, at least 1; 0: no deadline."""
-        return 0 if self.deadline is None else max(1, int((self.deadline - time.monotonic()) * 1e3))
+        if self.deadline is None:
+            return 0
+        return max(1, int(min(self.deadline - time.monotonic(), MAX_DEADLINE_SECONDS) * 1e3))
 
     def stamp(self, stamps: list[worker_pb2.StageStamp]) -> None:
         """Takes note of stages that a worker reached. A later attempt overwrites an earlier one."""
@@ -168,6 +174,7 @@ class Request:
     def begin_attempt(self) -> None:
         """Back to the queue, ahead of new requests, with the tokens so far."""
         self.attempt += 1
+        self.prompt_number = None
         self.order = self.order._replace(is_new=False)
         self.state = RequestState.QUEUED
         self._attempt_start = len(self.output_token_ids)

@@ -45,6 +45,8 @@ class WorkerLink:
         self.is_full = False
         """It refused a reservation and has not reported since."""
         self.requests: set[Request] = set()
+        self.num_prompts_sent = 0
+        """In this session."""
         self.cached_pages: set[bytes] = set()
         """Keys of pages its prefix cache holds, from its cache events."""
         self.ready_peers: set[str] = set()
@@ -118,7 +120,10 @@ class WorkerPool:
                 hosts = {str(target[0]) for *_, target in found}
                 addresses = {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
                 for address in sorted(addresses - mine.keys()):
-                    mine[address] = self.add(address, tier)
+                    # One that was away from the name for a moment is still there.
+                    known = (link for link in self._of_tier(tier) if link.address == address)
+                    mine[address] = next(known, None) or self.add(address, tier)
+                    mine[address].is_listed = True
                 for address in sorted(mine.keys() - addresses):
                     # It may be finishing its work: the session goes on until it ends.
                     mine.pop(address).is_listed = False
@@ -201,7 +206,11 @@ class WorkerPool:
                 log.exception("session handling failed", extra={"address": link.address})
             if link.is_open:
                 pause = FIRST_PAUSE_SECONDS
-                self._close_link(link)
+                try:
+                    self._close_link(link)
+                except Exception:
+                    # Whatever it is, this worker must be connected again.
+                    log.exception("closing a session failed", extra={"address": link.address})
             if not link.is_listed:
                 self._of_tier(link.tier).remove(link)
                 return
@@ -254,6 +263,7 @@ class WorkerPool:
                 f"router {self._tokenizer_hash[:12]})"
             )
         link.info, link.state, link.reason = info, "ready", ""
+        link.num_prompts_sent = 0
         link.load = worker_pb2.LoadReport(free_pages=info.limits.num_pages)
         link.is_full = False
         link.cached_pages.clear()

@@ -11,7 +11,7 @@ from benchmarks.arms import Arm, NotMatched, check_matched, make_arms, standard_
 from benchmarks.arrivals import arrival_times, scaled_to_rate
 from benchmarks.commands import SLICES, WARMUP_SEED, _timed, all_loads, make_requests
 from benchmarks.config import RunCommand
-from benchmarks.goodput import GoodputSearch, Trial
+from benchmarks.goodput import GoodputSearch, Trial, crossing, falling
 from benchmarks.workload import (
     Lengths,
     as_text,
@@ -48,6 +48,14 @@ def test_rates_that_make_no_sense_are_refused(options, flag):
         arrival_times("gamma", **({"rate": 1.0, "count": 5, "seed": 0} | options))
     with pytest.raises(ValueError, match="--speed"):
         list(scaled_to_rate([0.0], 0.0))
+
+
+def test_lengths_and_gaps_of_one_seed_are_independent():
+    lengths = [len(r.prompt) for r in synthetic(3000, Lengths("uniform", 200, 0.5), Lengths("fixed", 1), 7)]
+    gaps = np.diff(arrival_times("poisson", 1.0, 3001, 7))
+    assert abs(np.corrcoef(lengths, gaps)[0, 1]) < 0.06
+    with pytest.raises(ValueError, match="--end-rate"):
+        arrival_times("ramp", 1.0, 5, 0, end_rate=0.0)
 
 
 def test_traces_keep_their_times_and_lengths():
@@ -154,9 +162,18 @@ def test_the_interval_holds_the_goodput_and_shrinks_with_more_requests():
         return found.goodput, found.interval()
 
     (goodput, wide), (_, narrow) = measured(40), measured(4000)
-    assert wide[0] <= goodput <= wide[1]
+    assert 0 < wide[0] <= goodput <= wide[1]
     assert narrow[1] - narrow[0] < (wide[1] - wide[0]) / 3
     assert Trial(1.0, 3, 4) + Trial(1.0, 1, 4) == Trial(1.0, 4, 8)
+
+
+def test_shares_are_smoothed_to_fall():
+    assert falling([(10, 10), (8, 10), (9, 10), (2, 10)]) == pytest.approx([1.0, 0.85, 0.85, 0.2])
+    assert falling([(1, 10), (10, 10)]) == pytest.approx([0.55, 0.55])
+    assert falling([]) == []
+    assert crossing([(1.0, 10, 10), (2.0, 8, 10)], 0.9) == pytest.approx(1.5)
+    assert crossing([(1.0, 5, 10)], 0.9) == pytest.approx(0.2)
+    assert crossing([(1.0, 0, 10)], 0.9) == crossing([], 0.9) == 0.0
 
 
 def test_a_lucky_rate_above_one_that_missed_does_not_count():
@@ -164,6 +181,11 @@ def test_a_lucky_rate_above_one_that_missed_does_not_count():
     for rate, met in ((1.0, 10), (2.0, 5), (4.0, 10)):
         found.add(Trial(rate, met, 10))
     assert (found.attained.rate, found.missed.rate) == (1.0, 2.0)
+    # And an unlucky one below one that attained does not either, if all counts together attain it.
+    found = GoodputSearch(1.0, 9)
+    for rate, met in ((1.0, 88), (2.0, 99)):
+        found.add(Trial(rate, met, 100))
+    assert (found.attained.rate, found.missed, found.goodput, found.next_rate()) == (2.0, None, 2.0, 4.0)
 
 
 def test_the_arms_of_a_comparison_are_matched():

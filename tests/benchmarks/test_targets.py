@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from contextlib import asynccontextmanager
 
@@ -22,7 +21,7 @@ REQUEST = LoadRequest((300, 301, 302), 4, 0.0)
 
 
 @asynccontextmanager
-async def http_server(*events, status=200, pause=0.0, chunk_pauses=()):
+async def http_server(*events, status=200):
     """Answers every POST with server-sent events; events may be dicts or pauses in seconds."""
     seen = []
 
@@ -46,8 +45,8 @@ async def http_server(*events, status=200, pause=0.0, chunk_pauses=()):
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", seen
 
 
-async def send_http(*events, **options):
-    async with http_server(*events, **options) as (url, seen), OpenAiTarget(url, "m", 10.0) as target:
+async def send_http(*events, timeout=10.0, **options):
+    async with http_server(*events, **options) as (url, seen), OpenAiTarget(url, "m", timeout) as target:
         record = RequestRecord(0.0)
         await target.send(REQUEST, record)
         return record, seen
@@ -72,14 +71,14 @@ async def test_an_openai_server_is_measured_by_its_messages_and_its_usage():
 async def test_a_first_message_without_a_token_is_not_the_first_token():
     """Casebook C159: role only at once, the token 200 ms later."""
     role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
-    record, _ = await send_http(role, 0.2, {"choices": [{"delta": {"content": "x"}}]}, USAGE)
+    record, _ = await send_http(role, 0.2, {"choices": [{"delta": {"content": "x"}}]}, USAGE, "[DONE]")
     assert record.ttft >= 0.2
     assert len(record.token_times) == 1
 
 
 async def test_any_kind_of_generated_text_counts_as_the_first_token():
     """Casebook C166: a server may send reasoning first."""
-    record, _ = await send_http({"choices": [{"delta": {"reasoning_content": "hm"}}]}, 0.3, text("x"), USAGE)
+    record, _ = await send_http({"choices": [{"delta": {"reasoning_content": "hm"}}]}, 0.3, text("x"), USAGE, "[DONE]")
     assert record.ttft < 0.3
     assert len(record.token_times) == 2
 
@@ -87,7 +86,7 @@ async def test_any_kind_of_generated_text_counts_as_the_first_token():
 async def test_several_tokens_in_a_message_are_seen_by_the_usage():
     """Casebook C161."""
     usage = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 8}}
-    record, _ = await send_http(text("abcd"), 0.05, text("efgh"), usage)
+    record, _ = await send_http(text("abcd"), 0.05, text("efgh"), usage, "[DONE]")
     assert record.output_tokens == 8
     assert record.counts_messages, "gaps are per message, and the report says so"
     assert record.tpot == pytest.approx((record.token_times[1] - record.token_times[0]) / 7)
@@ -99,6 +98,10 @@ async def test_refusals_and_errors_in_the_stream_are_failures():
     assert (refused.status, refused.is_ok) == ("HTTP 503", False)
     broken, _ = await send_http(text("a"), {"error": {"message": "out of pages"}})
     assert broken.status == "HTTP 200 with an error"
+    cut, _ = await send_http(text("a"))
+    assert cut.status == "cut off"
+    slow, _ = await send_http(text("a"), 3.0, timeout=0.2)
+    assert slow.status == "TimeoutError"
     async with OpenAiTarget("http://127.0.0.1:9/v1", "m", 2.0) as target:
         gone = RequestRecord(0.0)
         await target.send(REQUEST, gone)
@@ -153,8 +156,10 @@ async def test_an_open_loop_keeps_its_times_whatever_the_server_does():
     async with fake_router() as target:
         requests = [LoadRequest((300,), 4, 0.03 * n) for n in range(10)]
         records = await open_loop(target, requests, lambda: None)
-    starts = sorted(record.scheduled for record in records)
-    assert [later - earlier for earlier, later in itertools.pairwise(starts)] == pytest.approx([0.03] * 9, abs=1e-6)
+    starts = sorted(record.sent for record in records)
+    # The server takes 40 ms for each: a closed loop would be slower.
+    assert starts[-1] - starts[0] == pytest.approx(0.27, abs=0.05)
+    assert all(record.lag < 0.05 for record in records)
     with pytest.raises(ValueError, match="arrival time"):
         await open_loop(target, [LoadRequest((300,), 4)], lambda: None)
     with pytest.raises(ValueError, match="--concurrency"):

@@ -128,6 +128,7 @@ def test_models_health_and_metrics(client, url, model):
         ("completions", {"prompt": ""}, 400, "text", "is empty"),
         ("completions", {"prompt": [-1]}, 400, "token_ids[0]", "is -1"),
         ("completions", {"prompt": [2**40]}, 400, "prompt", "out of range"),
+        ("completions", {"prompt": "x", "timeout": 1e17}, 400, "timeout", "less than or equal to 1000000"),
         ("completions", {"prompt": "x", "seed": -1}, 400, "body", "out of range"),
         ("completions", {"prompt": "x", "max_tokens": 10**6}, 400, "stop.max_tokens", "the model's limit"),
         ("completions", {"prompt": "x", "logprobs": 50}, 400, "num_logprobs", "[0, 20]"),

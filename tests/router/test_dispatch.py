@@ -564,6 +564,12 @@ async def test_names_are_looked_up_again_and_workers_come_and_go(monkeypatch):
     sessions["10.0.0.1:7002"].set()
     await asyncio.sleep(0.03)
     assert {link.address for link in pool.decode} == {"10.0.0.2:7002", "10.0.0.3:7002"}
+    found.remove("10.0.0.2")
+    await asyncio.sleep(0.03)
+    found.append("10.0.0.2")
+    await asyncio.sleep(0.03)
+    assert len(pool.decode) == 2, "one that was away from the name for a moment is not a second worker"
+    assert all(link.is_listed for link in pool.decode)
     found.clear()
     await asyncio.sleep(0.03)
     assert len(pool.decode) == 2, "a name server that is away takes nobody along"
@@ -605,3 +611,82 @@ async def test_pairs_and_colocated_workers_take_over_from_each_other():
     rig.reserved(request)
     rig.tokens(request, rig.prefill[0], 1, 12)
     assert ids(events(request)) == [11, 12]
+
+
+async def test_a_deadline_that_can_not_be_met_is_refused_at_once_if_asked_for():
+    rig = Rig(prefill=2, admission="predictive")
+    rig.dispatcher.check_room(1, 10**6, deadline_seconds=0.1)  # no rate is known yet
+    for link in rig.prefill:
+        link.load.tokens_per_second = 500.0
+    rig.prefill[0].load.queued_tokens = 1000
+    rig.dispatcher.check_room(1, 1000, deadline_seconds=3.1)
+    with pytest.raises(ResourceExhausted, match=r"would take 3\.0 s at the measured rate, the deadline leaves 2\.9 s"):
+        rig.dispatcher.check_room(1, 1000, deadline_seconds=2.9)
+    rig.dispatcher.check_room(1, 10**6)
+    Rig(prefill=1).dispatcher.check_room(1, 10**6, deadline_seconds=0.1)
+
+
+async def test_the_next_prompt_is_bound_while_the_last_chunk_of_the_one_before_is_computed():
+    """A prefill worker must not run dry between two prompts: what counts is what it has left, not what it was sent."""
+    rig = Rig()
+    [p] = rig.prefill
+    first = rig.submit(num_tokens=100)
+    rig.reserved(first)
+    second = rig.submit(num_tokens=100)
+    assert second.state is RequestState.QUEUED
+    p.load = wpb.LoadReport(running_tokens=100)
+    rig.dispatcher._bind_waiting()
+    assert second.state is RequestState.QUEUED, "the report is older than the prompt"
+    p.load = wpb.LoadReport(running_tokens=90, num_prompts_received=1)
+    rig.dispatcher._bind_waiting()
+    assert second.state is RequestState.QUEUED, "more than a step is left"
+    p.load = wpb.LoadReport(running_tokens=40, num_prompts_received=1)
+    rig.dispatcher._bind_waiting()
+    assert second.state is RequestState.RESERVING
+    third = rig.submit(num_tokens=30)
+    assert third.state is RequestState.QUEUED, "the second one is bound, though the worker has not heard of it"
+
+
+async def test_a_deadline_without_end_is_no_overflow():
+    rig = Rig()
+    for seconds in (float("inf"), 1e300):
+        request = rig.make_request()
+        request.deadline = time.monotonic() + seconds
+        rig.dispatcher.submit(request)
+        assert rig.sent(rig.decode[0])[-1].reserve.deadline_ms > 0
+        rig.dispatcher.cancel(request)
+
+
+async def test_a_defect_in_binding_costs_its_request_only():
+    rig = Rig()
+    bad, good = rig.make_request(), rig.make_request()
+    bad.remaining_ms = lambda: 1 / 0
+    rig.dispatcher.submit(bad)
+    rig.dispatcher.submit(good)
+    [ended] = events(bad)
+    assert ended.error.code.name == "INTERNAL"
+    assert good.state is RequestState.RESERVING
+
+
+async def test_a_request_that_was_refused_after_its_time_does_not_wait_on():
+    rig = Rig(max_queue_seconds=0.05)
+    request = rig.submit()
+    await asyncio.sleep(0.1)  # its timer found it reserving
+    refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
+    rig.event(rig.decode[0], refused=refused)
+    assert isinstance(events(request)[-1].error, ResourceExhausted)
+
+
+async def test_only_complete_answers_teach_lengths():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, rig.prefill[0], 0, 11)
+    rig.sent(rig.decode[0])
+    rig.dispatcher.complete(request)
+    assert rig.sent(rig.decode[0])[0].abort.is_complete
+    other = rig.submit()
+    rig.reserved(other)
+    rig.sent(rig.decode[0])
+    rig.dispatcher.cancel(other)
+    assert not rig.sent(rig.decode[0])[0].abort.is_complete
