@@ -106,7 +106,7 @@ class Answer:
         last.usage.prompt_tokens = len(request.checked.prompt_token_ids)
         last.usage.cached_tokens = request.num_cached_tokens
         last.usage.completion_tokens = self.num_tokens
-        last.timings.CopyFrom(request.timings)
+        last.timings.CopyFrom(request.ordered_timings())
         last.kv_transfer.CopyFrom(request.kv_transfer)
         last.seed = request.checked.sampling.seed
         return last

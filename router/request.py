@@ -11,6 +11,7 @@ cancelled, the other is told at once.
 from __future__ import annotations
 
 import enum
+import math
 import secrets
 import time
 from collections.abc import Sequence as Seq
@@ -132,6 +133,18 @@ class Request:
     def stamp_now(self, stage: str) -> None:
         """Takes note of a stage that the router reached."""
         setattr(self.timings, f"{stage}_ms", (time.monotonic() - self.received) * 1e3)
+
+    def ordered_timings(self) -> inference_pb2.Timings:
+        """The stages in order. A stage is known from a message's age when it came, so it can only seem too late."""
+        ordered = inference_pb2.Timings()
+        ordered.CopyFrom(self.timings)
+        latest = math.inf
+        for stage in reversed(worker_pb2.Stage.values()[1:]):
+            name = f"{worker_pb2.Stage.Name(stage).removeprefix('STAGE_').lower()}_ms"
+            if reached := getattr(ordered, name):
+                latest = min(latest, reached)
+                setattr(ordered, name, latest)
+        return ordered
 
     def take_output(self, output: worker_pb2.TokenOutput) -> None:
         """Takes new tokens of the current attempt.

@@ -690,3 +690,15 @@ async def test_only_complete_answers_teach_lengths():
     rig.sent(rig.decode[0])
     rig.dispatcher.cancel(other)
     assert not rig.sent(rig.decode[0])[0].abort.is_complete
+
+
+async def test_stages_are_in_order_whatever_the_messages_way_took():
+    rig = Rig()
+    request = rig.submit()
+    stages = [wpb.STAGE_PREFILL_STARTED, wpb.STAGE_PREFILL_FINISHED, wpb.STAGE_DECODE_STARTED, wpb.STAGE_FINISHED]
+    for number, milliseconds in enumerate((5, 9, 8, 20)):
+        setattr(request.timings, f"{wpb.Stage.Name(stages[number])[6:].lower()}_ms", milliseconds)
+    timings = request.ordered_timings()
+    assert timings.prefill_started_ms == 5
+    assert timings.prefill_finished_ms == timings.decode_started_ms == 8
+    assert (timings.finished_ms, timings.transfer_finished_ms) == (20, 0)
