@@ -98,6 +98,8 @@ def make_requests(command: RunCommand, count: int, seed: int) -> list[LoadReques
 def _timed(command: RunCommand, requests: list[LoadRequest]) -> list[LoadRequest]:
     """Each request with its arrival time."""
     if command.arrivals == "closed":
+        if command.concurrency < 1:
+            raise ValueError(f"--concurrency is {command.concurrency}; it must be at least 1")
         return requests
     if command.arrivals == "trace":
         times = [request.arrival for request in requests]
@@ -210,7 +212,11 @@ def all_loads() -> dict[str, Load]:
         piece = (requests[start:] + requests)[:count]
         return scaled(piece, 0.5, 1500, 200)
 
-    trace = Load("azure-conv", "the Azure conversation trace at half its lengths", azure)
+    trace = Load(
+        "azure-conv",
+        "prompts and answers of the Azure conversation trace at half their lengths, Poisson arrivals",
+        azure,
+    )
     return standard_loads() | {trace.name: trace}
 
 

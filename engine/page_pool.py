@@ -109,9 +109,10 @@ class PagePool:
             self._remember(page)
 
     def num_exclusive(self, page_table: list[int]) -> int:
-        """Pages of a holder's table that nobody else holds.
+        """About how many pages of a holder's table nobody else holds.
 
-        Pages are shared from the beginning of sequences on, so the shared ones come first.
+        Pages are shared from the beginning of sequences on, so it is looked up where sharing ends. Where two equal
+        prompts were computed at once, each may have some early pages of its own; those can be missed.
         """
         return len(page_table) - bisect.bisect_left(page_table, True, key=lambda page: self._holders[page] == 1)
 
