@@ -39,14 +39,25 @@ def _png(draw: Draw, comparison: Comparison) -> bytes:
 
 
 def _by_rate(result: ArmResult, key: str) -> tuple[list[float], list[float]]:
-    points = sorted((run.rate, run.summary[key]) for run in result.runs if run.summary[key] is not None)
-    return [rate for rate, _ in points], [value for _, value in points]
+    """Rates, and the median of a number over the repeats at each."""
+    points: dict[float, list[float]] = {}
+    for run in result.runs:
+        if run.summary[key] is not None:
+            points.setdefault(run.rate, []).append(run.summary[key])
+    rates = sorted(points)
+    return rates, [float(np.median(points[rate])) for rate in rates]
 
 
 def _attainment(axes: Any, comparison: Comparison) -> None:
     for result in comparison.arms:
-        rates, shares = _by_rate(result, "slo_attainment")
-        axes.plot(rates, [100 * share for share in shares], marker="o", label=result.name)
+        trials = sorted(result.trials, key=lambda t: t.rate)
+        shares = [100 * t.attainment for t in trials]
+        # The Wilson interval does not always hold the share itself, by a rounding error.
+        errors = [
+            [max(0.0, share - 100 * t.interval[0]) for t, share in zip(trials, shares, strict=True)],
+            [max(0.0, 100 * t.interval[1] - share) for t, share in zip(trials, shares, strict=True)],
+        ]
+        axes.errorbar([t.rate for t in trials], shares, errors, marker="o", capsize=3, label=result.name)
     axes.axhline(90, color="grey", linestyle=":")
     axes.set(title="SLO attainment against offered rate", xlabel="requests/s offered", ylabel="% of offered requests")
     axes.legend(fontsize=8)
