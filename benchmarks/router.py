@@ -123,7 +123,9 @@ async def _load(front: str, info: dict[str, Any], streams: int, max_tokens: int,
     async def keep_asking(client: Any) -> None:
         ask = _grpc_stream if front == "gRPC" else _http_stream
         while time.monotonic() < end:
-            counts[0] += await ask(client, max_tokens, ages)
+            # First awaited, then added: others count meanwhile.
+            number = await ask(client, max_tokens, ages)
+            counts[0] += number
             counts[1] += 1
 
     if front == "gRPC":
