@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.arms import Arm, Load, make_arms, standard_loads
 from benchmarks.arrivals import arrival_times, scaled_to_rate
-from benchmarks.config import BenchCommand, CompareCommand, MapCommand, RunCommand
+from benchmarks.config import ArmsCommand, BenchCommand, CompareCommand, MapCommand, RunCommand
 from benchmarks.driver import closed_loop, duration_of, open_loop
 from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
@@ -183,7 +183,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
 # compare and map
 
 
-def _arms(command: CompareCommand | MapCommand) -> list[Arm]:
+def _arms(command: ArmsCommand) -> list[Arm]:
     splits = []
     for text in command.splits:
         prefill, _, decode = text.partition(":")

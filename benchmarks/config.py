@@ -83,11 +83,9 @@ class RunCommand:
 
 
 @dataclass(frozen=True)
-class CompareCommand:
-    """Two tiers against colocated workers on this machine, matched; writes report.html, plots and JSON."""
+class ArmsCommand:
+    """The arms of a comparison."""
 
-    loads: tuple[str, ...] = ("long-prompts", "long-answers", "azure-conv")
-    """Which loads: long-prompts, long-answers, mixed, azure-conv."""
     workers: int = 2
     """Workers in every arm; cores are shared equally among them."""
     splits: tuple[str, ...] = ("1:1",)
@@ -104,6 +102,16 @@ class CompareCommand:
     """Longest sequence in tokens."""
     pages_per_worker: int = 2000
     """KV pages of each worker, the same in all arms."""
+    seed: int = 0
+    """Same seed, same loads."""
+
+
+@dataclass(frozen=True)
+class CompareCommand(ArmsCommand):
+    """Two tiers against colocated workers on this machine, matched; writes report.html, plots and JSON."""
+
+    loads: tuple[str, ...] = ("long-prompts", "long-answers", "azure-conv")
+    """Which loads: long-prompts, long-answers, mixed, azure-conv."""
     slo_ttft_ms: float = 4000.0
     """Time to first token that a request has to meet."""
     slo_tpot_ms: float = 80.0
@@ -116,14 +124,12 @@ class CompareCommand:
     """Measured rates per arm, at most."""
     first_rate: float = 1.0
     """Requests per second to begin with."""
-    seed: int = 0
-    """Same seed, same loads."""
     output: Path = Path("bench-compare")
     """Folder for report.html, PNG and JSON."""
 
 
 @dataclass(frozen=True)
-class MapCommand:
+class MapCommand(ArmsCommand):
     """Where splitting pays: goodput ratio over prompt and output length; writes map.png and map.json."""
 
     prompt_tokens: tuple[int, ...] = (64, 256, 1024)
@@ -132,30 +138,12 @@ class MapCommand:
     """Answer lengths."""
     slo_factor: float = 4.0
     """Each cell's SLO: so many times what a lone request takes."""
-    workers: int = 2
-    """Workers in every arm."""
-    splits: tuple[str, ...] = ("1:1",)
-    """Two-tier arms, prefill:decode."""
-    token_budgets: tuple[int, ...] = (48, 256)
-    """Colocated arms, one per token budget; the best counts. Small ones keep TPOT low, large ones TTFT."""
-    max_num_sequences: int = 32
-    """Most sequences at once on each worker, the same in all arms."""
-    model: str = DEFAULT_MODEL
-    """Name of a built-in model, folder, GGUF file or hub id."""
-    dtype: DTypeName = "auto"
-    """Element type, the same in all arms."""
-    max_model_len: int | None = 2048
-    """Longest sequence in tokens."""
-    pages_per_worker: int = 2000
-    """KV pages of each worker, the same in all arms."""
     seconds: float = 8.0
     """Length of each measured run."""
     repeats: int = 1
     """Runs per rate."""
     trials: int = 5
     """Measured rates per arm and cell, at most."""
-    seed: int = 0
-    """Same seed, same loads."""
     output: Path = Path("bench-map")
     """Folder for map.png and map.json."""
 

@@ -21,39 +21,33 @@ class MachineRates:
     read_gbs: float
 
 
-def fastest(action: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of `repeats` runs, after one that does not count."""
+def timed(action: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` runs, after one that does not count."""
     action()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         action()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return times
 
 
 def typical(action: Callable[[], object], repeats: int) -> float:
     """Median seconds of `repeats` runs, after one that does not count."""
-    action()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(timed(action, repeats))
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
     """GFLOP/s of a large matrix product."""
     size = 2048
     left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / fastest(lambda: torch.nn.functional.linear(left, right), 8) / 1e9
+    return 2 * size**3 / min(timed(lambda: torch.nn.functional.linear(left, right), 8)) / 1e9
 
 
 def read_rate() -> float:
     """GB/s of reading memory once, from arrays far larger than the caches."""
     numbers = torch.ones(64 * 1024 * 1024)
-    return numbers.numel() * 4 / fastest(numbers.sum, 8) / 1e9
+    return numbers.numel() * 4 / min(timed(numbers.sum, 8)) / 1e9
 
 
 def make_sequences(count: int, context: int, page_size: int) -> list[Sequence]:

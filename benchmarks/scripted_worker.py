@@ -8,6 +8,7 @@ how long a token was on its way.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -159,8 +160,6 @@ def serve(config: ScriptedConfig) -> int:
 
 def tokenizer_hash(folder: Path) -> str:
     """What a router with this model's tokenizer asks for."""
-    import hashlib
-
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 

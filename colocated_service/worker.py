@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import grpc
@@ -21,13 +21,14 @@ from colocated_service.config import ColocatedConfig
 from colocated_service.scheduler import ColocatedScheduler, ColocatedStep
 from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
-from engine.sampler import Choice, TokenLogprobs, logprobs_at, sample
+from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence
 from protos import inference_pb2, worker_pb2
 from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker.load_reporter import LoadReporter
 from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.rate import Rate
-from worker.request import StopRule, check_command, logprobs_message, sampling_params
+from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class ColocatedWorker:
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
         self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = ColocatedScheduler(
             parts.pool,
             self._cache,
@@ -68,13 +70,9 @@ class ColocatedWorker:
             config.prompt_order,
         )
         self._rate, self._token_budget = Rate(), config.token_budget
-        self._num_received: Counter[int] = Counter()
-        """Prompts by session."""
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
-        self._last_load: worker_pb2.LoadReport | None = None
-        self._num_reported: Counter[int] = Counter()
         self._failed_steps = 0
 
     def run(self) -> None:
@@ -150,18 +148,18 @@ class ColocatedWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case SessionOpened(session_id):
-                self._tell_newcomer(session_id)
+                self._reporter.tell_newcomer(session_id)
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
-                self._num_received.pop(session_id, None)
+                self._reporter.session_closed(session_id)
                 for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
                     self._abort(orphan)
 
     def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
         match request.WhichOneof("command"):
             case "generate":
-                self._num_received[session_id] += 1
+                self._reporter.prompt_received(session_id)
                 self._submit(session_id, request.generate)
             case "abort":
                 found = self._requests.get((request.abort.request_id, request.abort.attempt))
@@ -222,12 +220,10 @@ class ColocatedWorker:
                 self._parts.sessions.add(session_id, event)
 
     def _take_prompt_logits(self, prompt: PromptLogits) -> None:
-        """The logits behind each prompt token tell the probability of the next."""
         sequence = prompt.scheduled.sequence
-        start = sequence.num_computed_tokens
-        following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
-        found = logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
-        self._by_sequence[sequence.sequence_id].prompt_logprobs[start:] = found
+        # At its place, since a prompt that gave its pages back is computed again.
+        of_prompt = self._by_sequence[sequence.sequence_id].prompt_logprobs
+        of_prompt[sequence.num_computed_tokens :] = prompt_logprobs(prompt)
 
     def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
         sequence = request.sequence
@@ -283,22 +279,10 @@ class ColocatedWorker:
 
     def _send_failure(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
         log.warning("request failed", extra={"request_id": request.key[0], "reason": message})
-        failure = worker_pb2.RequestFailedEvent(
-            request_id=request.key[0],
-            attempt=request.key[1],
-            status_code=code.value[0],
-            message=message,
-            retryable=retryable,
-        )
-        self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(request_failed=failure))
+        event = failure_event(*request.key, code, message, retryable)
+        self._parts.sessions.add(request.session_id, event)
 
     # load
-
-    def _tell_newcomer(self, session_id: int) -> None:
-        """A router connected: it gets the load with the next report, and all keys of the cache now."""
-        self._last_load = None
-        message = worker_pb2.CacheEvents(added=self._cache.keys())
-        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
 
     def _report_load(self) -> None:
         prompts, answers, counts = self._scheduler.prompts, self._scheduler.answers, self._parts.pool.counts()
@@ -322,16 +306,4 @@ class ColocatedWorker:
         self._parts.metrics.expected_growth_pages.set(load.promised_pages)
         self._parts.metrics.set_refusals(prompts.refusals)
         self._parts.metrics.prompt_restarts.set(prompts.num_restarts)
-        if load != self._last_load or self._num_received != self._num_reported:
-            self._last_load, self._num_reported = load, Counter(self._num_received)
-            for session_id in self._parts.sessions.all_ids():
-                event = worker_pb2.SessionResponse(load=load)
-                event.load.num_prompts_received = self._num_received[session_id]
-                self._parts.sessions.add(session_id, event)
-        if events := self._cache.take_events():
-            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
-            self._broadcast(worker_pb2.SessionResponse(cache=message))
-
-    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
-        for session_id in self._parts.sessions.all_ids():
-            self._parts.sessions.add(session_id, event)
+        self._reporter.report(load)

@@ -32,8 +32,9 @@ from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from protos import kv_pb2, worker_pb2
 from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop, WriterGone
+from worker.load_reporter import LoadReporter
 from worker.process import MAX_FAILED_STEPS, WorkerParts
-from worker.request import StopRule, check_command, logprobs_message, sampling_params
+from worker.request import StopRule, check_command, failure_event, logprobs_message, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class DecodeWorker:
     def __init__(self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, config: DecodeConfig) -> None:
         self._parts, self._runner, self._closer, self._vocab_size = parts, runner, closer, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = DecodeScheduler(
             parts.pool, self._cache, parts.page_size, config.max_num_sequences, config.admission
         )
@@ -66,7 +68,6 @@ class DecodeWorker:
         self._requests: dict[TicketKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
         self._quarantined: dict[TicketKey, IncomingTicket] = {}
-        self._last_load: worker_pb2.LoadReport | None = None
         self._failed_steps = 0
 
     def run(self) -> None:
@@ -127,7 +128,7 @@ class DecodeWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case SessionOpened(session_id):
-                self._tell_newcomer(session_id)
+                self._reporter.tell_newcomer(session_id)
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
@@ -329,16 +330,8 @@ class DecodeWorker:
         self, session_id: int, key: TicketKey, code: grpc.StatusCode, message: str, retryable: bool
     ) -> None:
         log.warning("request failed", extra={"request_id": key[0], "attempt": key[1], "reason": message})
-        failure = worker_pb2.RequestFailedEvent(
-            request_id=key[0], attempt=key[1], status_code=code.value[0], message=message, retryable=retryable
-        )
-        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(request_failed=failure))
-
-    def _tell_newcomer(self, session_id: int) -> None:
-        """A router connected: it gets the load with the next report, and all keys of the cache now."""
-        self._last_load = None
-        message = worker_pb2.CacheEvents(added=self._cache.keys())
-        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
+        event = failure_event(*key, code, message, retryable)
+        self._parts.sessions.add(session_id, event)
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()
@@ -355,13 +348,4 @@ class DecodeWorker:
             hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
         self._parts.metrics.expected_growth_pages.set(load.promised_pages)
-        if load != self._last_load:
-            self._last_load = load
-            self._broadcast(worker_pb2.SessionResponse(load=load))
-        if events := self._cache.take_events():
-            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
-            self._broadcast(worker_pb2.SessionResponse(cache=message))
-
-    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
-        for session_id in self._parts.sessions.all_ids():
-            self._parts.sessions.add(session_id, event)
+        self._reporter.report(load)

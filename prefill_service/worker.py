@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,7 +23,7 @@ import grpc
 
 from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
-from engine.sampler import Choice, TokenLogprobs, logprobs_at, sample
+from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
@@ -32,9 +32,10 @@ from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
 from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker.load_reporter import LoadReporter
 from worker.process import MAX_FAILED_STEPS, WorkerParts
 from worker.rate import Rate
-from worker.request import StopRule, check_command, logprobs_message, sampling_params
+from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
@@ -89,13 +90,11 @@ class PrefillWorker:
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:
         self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
+        self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = PrefillScheduler(
             parts.pool, self._cache, parts.page_size, config.token_budget, config.max_num_sequences, config.policy
         )
         self._rate, self._token_budget = Rate(), config.token_budget
-        self._num_received: Counter[int] = Counter()
-        """Prompts by session."""
-        self._num_reported: Counter[int] = Counter()
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
@@ -104,7 +103,6 @@ class PrefillWorker:
         self._peer_sessions: dict[str, set[int]] = {}
         """Which routers want which peer connected."""
         self._failed_steps = 0
-        self._last_load: worker_pb2.LoadReport | None = None
 
     def run(self) -> None:
         """Runs until a Stop message."""
@@ -175,11 +173,11 @@ class PrefillWorker:
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case SessionOpened(session_id):
-                self._tell_newcomer(session_id)
+                self._reporter.tell_newcomer(session_id)
             case SessionCommand(session_id, request):
                 self._handle_command(session_id, request)
             case SessionClosed(session_id):
-                self._num_received.pop(session_id, None)
+                self._reporter.session_closed(session_id)
                 for orphan in [r for r in self._requests.values() if r.session_id == session_id]:
                     self._end_early(orphan, "its router is gone")
                     self._parts.metrics.count_end("aborted")
@@ -200,7 +198,7 @@ class PrefillWorker:
     def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
         match request.WhichOneof("command"):
             case "prefill":
-                self._num_received[session_id] += 1
+                self._reporter.prompt_received(session_id)
                 self._submit(session_id, request.prefill)
             case "abort":
                 for found in self._find(request.abort, session_id):
@@ -274,12 +272,10 @@ class PrefillWorker:
                 self._send_pages(request, entry.sequence.num_computed_tokens // self._parts.page_size)
 
     def _take_prompt_logits(self, prompt: PromptLogits) -> None:
-        """The logits behind each prompt token tell the probability of the next."""
         sequence = prompt.scheduled.sequence
-        start = sequence.num_computed_tokens
-        following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
-        found = logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
-        self._by_sequence[sequence.sequence_id].prompt_logprobs[start:] = found
+        # At its place, since a prompt that gave its pages back is computed again.
+        of_prompt = self._by_sequence[sequence.sequence_id].prompt_logprobs
+        of_prompt[sequence.num_computed_tokens :] = prompt_logprobs(prompt)
 
     def _finish_prompt(self, request: _Request, choice: Choice) -> None:
         token = choice.token_id
@@ -407,14 +403,8 @@ class PrefillWorker:
             "request failed",
             extra={"request_id": request.ticket.request_id, "attempt": request.ticket.attempt, "reason": message},
         )
-        failure = worker_pb2.RequestFailedEvent(
-            request_id=request.ticket.request_id,
-            attempt=request.ticket.attempt,
-            status_code=code.value[0],
-            message=message,
-            retryable=retryable,
-        )
-        self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(request_failed=failure))
+        event = failure_event(*request.ticket.key, code, message, retryable)
+        self._parts.sessions.add(request.session_id, event)
 
     def _close_ticket(self, asked: kv_pb2.CloseTicketRequest, done: Callable[[bool], None]) -> None:
         """An owner wants its pages back: answer once we are sure not to touch them."""
@@ -477,22 +467,4 @@ class PrefillWorker:
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
         self._parts.metrics.set_refusals(scheduler.refusals)
         self._parts.metrics.prompt_restarts.set(scheduler.num_restarts)
-        if load != self._last_load or self._num_received != self._num_reported:
-            self._last_load, self._num_reported = load, Counter(self._num_received)
-            for session_id in self._parts.sessions.all_ids():
-                event = worker_pb2.SessionResponse(load=load)
-                event.load.num_prompts_received = self._num_received[session_id]
-                self._parts.sessions.add(session_id, event)
-        if events := self._cache.take_events():
-            message = worker_pb2.CacheEvents(added=events.added, evicted=events.evicted)
-            self._broadcast(worker_pb2.SessionResponse(cache=message))
-
-    def _tell_newcomer(self, session_id: int) -> None:
-        """A router connected: it gets the load with the next report, and all keys of the cache now."""
-        self._last_load = None
-        message = worker_pb2.CacheEvents(added=self._cache.keys())
-        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(cache=message))
-
-    def _broadcast(self, event: worker_pb2.SessionResponse) -> None:
-        for session_id in self._parts.sessions.all_ids():
-            self._parts.sessions.add(session_id, event)
+        self._reporter.report(load)

@@ -6,7 +6,10 @@ import math
 from array import array
 from collections.abc import Sequence as Seq
 
-from engine.sampler import TokenLogprobs
+import grpc
+
+from engine.model_runner import PromptLogits
+from engine.sampler import TokenLogprobs, logprobs_at
 from engine.sequence import LogitBias, SamplingParams, Sequence
 from protos import inference_pb2, worker_pb2
 
@@ -39,6 +42,26 @@ def logprobs_message(positions: Seq[TokenLogprobs]) -> worker_pb2.Logprobs:
         token_ids=[token for position in positions for token in position.token_ids],
         logprobs=[value for position in positions for value in position.logprobs],
     )
+
+
+def prompt_logprobs(prompt: PromptLogits) -> list[TokenLogprobs]:
+    """Log-probabilities of the prompt tokens that follow those computed in a step.
+
+    The logits behind each token tell the probability of the next; those behind the last one are of the output.
+    """
+    sequence, start = prompt.scheduled.sequence, prompt.scheduled.sequence.num_computed_tokens
+    following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
+    return logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
+
+
+def failure_event(
+    request_id: str, attempt: int, code: grpc.StatusCode, message: str, retryable: bool
+) -> worker_pb2.SessionResponse:
+    """What a router hears of a request that ended without its answer."""
+    failure = worker_pb2.RequestFailedEvent(
+        request_id=request_id, attempt=attempt, status_code=code.value[0], message=message, retryable=retryable
+    )
+    return worker_pb2.SessionResponse(request_failed=failure)
 
 
 class StopRule:
