@@ -96,13 +96,13 @@ def test_an_answer_without_a_page_waits_as_a_prompt_and_is_computed_again_in_pla
     scheduler.add(b, 30)
     step(scheduler)
     step(scheduler)
-    answers, prompts, preempted = step(scheduler)
-    assert (answers, preempted) == (["a"], ["b"])
+    assert step(scheduler) == (["a"], [], ["b"])
     tokens = list(b.token_ids)
+    assert step(scheduler) == (["a"], [], []), "b waits for pages"
     scheduler.abort(a)
-    ran = step(scheduler)
-    # Its full pages were still in the cache.
-    assert ran == ([], [("b", len(tokens) - 8)], []) or prompts == [("b", len(tokens) - 8)]
+    answers, [(name, num_tokens)], preempted = step(scheduler)
+    assert (answers, name, preempted) == ([], "b", [])
+    assert num_tokens == len(tokens) - b.num_cached_tokens, "from what is still in the cache"
     assert b.token_ids[: len(tokens)] == tokens
     assert b.num_prompt_tokens == 7
     scheduler.abort(b)
@@ -122,7 +122,7 @@ def test_half_done_prompts_give_pages_back_before_an_answer_has_to():
     for _ in range(12):
         answers, _, preempted = step(scheduler)
         assert (answers, preempted) == (["a"], [])
-    assert scheduler.prompts.num_restarts > 0 or scheduler.answers.num_running == 2
+    assert scheduler.prompts.num_restarts > 0
 
 
 def test_a_resumed_answer_goes_ahead_of_new_prompts():
@@ -133,9 +133,18 @@ def test_a_resumed_answer_goes_ahead_of_new_prompts():
     step(scheduler)
     step(scheduler)
     scheduler.add(make_sequence(4, "new"), 2)
-    while not (result := step(scheduler))[2]:
-        pass
-    assert [p.sequence.sequence_id for p in scheduler.prompts._in_order()][:1] != ["new"] or result[1]
+    order = []
+    for _ in range(30):
+        plan = scheduler.schedule()
+        waiting = [p.sequence.sequence_id for p in scheduler.prompts._in_order()]
+        if plan is not None and plan.preempted:
+            order = waiting
+            break
+        scheduler.update(plan)
+        for entry in plan.batch:
+            if entry.sequence.num_uncomputed_tokens == 0:
+                entry.sequence.token_ids.append(next(_unique))
+    assert order[:2] == ["b", "new"]
 
 
 @pytest.mark.parametrize(("budget", "sequences", "words"), [(0, 8, "at least 1 token"), (8, 8, "must be larger")])
