@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router clean
+.PHONY: setup demo test check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
 
 setup: $(VENV)/.ready
 
@@ -49,6 +49,9 @@ bench-decode: setup
 
 bench-router: setup
 	$(BIN)/python -m benchmarks.router
+
+bench-routing: setup
+	$(BIN)/python -m benchmarks.routing
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.chat

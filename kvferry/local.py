@@ -236,9 +236,7 @@ class LocalCluster:
     def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
         """Starts a worker that ended again, at the same address. Raises StartFailed."""
         self._give_up = give_up
-        self.processes.remove(dead)
-        with contextlib.suppress(OSError):
-            os.close(dead.lifeline)
+        self.forget(dead)
         tier, _, index = dead.name.rpartition("-")
         process = self.start_worker(tier, int(index), "--port", dead.address.rpartition(":")[2])
         self.wait_ready(process)
@@ -250,13 +248,37 @@ class LocalCluster:
         http_port = self.config.http_port
         if http_port is None:
             http_port = 8000 if self.config.port else 0
-        arguments = ["--served-model-name", self.model_name, "--port", str(self.config.port)]
-        arguments += ["--http-port", str(http_port)]
+        return self._start_router("router", self.config.port, http_port, *flags)
+
+    def start_another_router(self, *flags: str) -> Process:
+        """Starts one more router for the same workers, on free ports, and waits for it. Raises StartFailed."""
+        names = {process.name for process in self.processes}
+        name = next(f"router-{n}" for n in itertools.count(1) if f"router-{n}" not in names)
+        process = self._start_router(name, 0, 0, *flags)
+        self.wait_ready(process)
+        return process
+
+    def restart_router(self, dead: Process) -> Process:
+        """Starts a router that ended again, at the same addresses. Raises StartFailed."""
+        self.forget(dead)
+        port, http_port = (int(str(dead.info[front]).rpartition(":")[2]) for front in ("address", "http"))
+        process = self._start_router(dead.name, port, http_port)
+        self.wait_ready(process)
+        return process
+
+    def forget(self, dead: Process) -> None:
+        """Stops watching a process that ended."""
+        self.processes.remove(dead)
+        with contextlib.suppress(OSError):
+            os.close(dead.lifeline)
+
+    def _start_router(self, name: str, port: int, http_port: int, *flags: str) -> Process:
+        arguments = ["--served-model-name", self.model_name, "--port", str(port), "--http-port", str(http_port)]
         for tier in TIERS:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
             if addresses:
                 arguments += [f"--{tier}", *addresses]
-        return self._spawn("router", "router", [*arguments, *flags])
+        return self._spawn(name, "router", [*arguments, *flags])
 
     @property
     def model_name(self) -> str:

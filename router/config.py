@@ -11,6 +11,7 @@ from typing import Literal
 from rpc.config import ProcessConfig
 
 Admission = Literal["always", "predictive"]
+Routing = Literal["cache_aware", "round_robin"]
 DNS_PREFIX = "dns:///"
 """Before a name whose addresses are all workers, as gRPC writes it."""
 
@@ -54,6 +55,9 @@ class RouterConfig:
     admission: Admission = "always"
     """predictive: a request whose first token can't come before its deadline, at the rate that workers report, is
     refused at once with RESOURCE_EXHAUSTED; always: it may wait and try."""
+    routing: Routing = "cache_aware"
+    """Choice among workers with room: cache_aware, where the first token comes soonest and pages are known;
+    round_robin, each in its turn, for comparison."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""

@@ -27,6 +27,7 @@ class Dispatcher:
         self._queue = RequestQueue()
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
+        self._num_bound = 0
         self.num_announced = 0
         """Requests that have a place in the queue but are not there yet."""
 
@@ -118,7 +119,7 @@ class Dispatcher:
                 self._await_workers(request)
                 continue
             request.unservable_since = None
-            pair = choose_pair(request, fitting)
+            pair = choose_pair(request, fitting, self._config.routing)
             if pair is None:
                 break
             self._queue.remove(request)
@@ -148,6 +149,8 @@ class Dispatcher:
         assert prefill.info is not None
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
+        self._num_bound += 1
+        prefill.last_bound = decode.last_bound = self._num_bound
         request.model_hashes = model_hashes(prefill)
         request.num_bound_tokens = uncached_tokens(prefill, request)
         if prefill is decode:

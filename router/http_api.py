@@ -1,7 +1,8 @@
 """OpenAI-compatible HTTP beside gRPC, in the same process: it calls the same request machine, not gRPC through itself.
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` (server-sent events with ``stream``), ``/metrics``,
-``/healthz`` (the process lives), ``/readyz`` (a pair is ready). A client that goes away cancels its request.
+``/healthz`` (the process lives), ``/readyz`` (a pair is ready; ``/health``, where load tools look, is the same). A
+client that goes away cancels its request.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class HttpApi:
                 Route("/metrics", self.metrics),
                 Route("/healthz", self.healthz),
                 Route("/readyz", self.readyz),
+                Route("/health", self.readyz),
             ]
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 from protos import worker_pb2
+from router.config import Routing
 
 if TYPE_CHECKING:
     from router.request import Request
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 Pair = tuple["WorkerLink", "WorkerLink"]
 
 
-def choose_pair(request: Request, pairs: Seq[Pair]) -> Pair | None:
+def choose_pair(request: Request, pairs: Seq[Pair], routing: Routing = "cache_aware") -> Pair | None:
     """The pair to bind a request to, or None: it stays in the router's queue, where it can still be bound to any."""
-    return pick(score(request, filter_pairs(request, pairs)))
+    fitting = filter_pairs(request, pairs)
+    return pick(score_turns(fitting) if routing == "round_robin" else score(request, fitting))
 
 
 def can_serve(request: Request, pair: Pair) -> bool:
@@ -57,6 +59,11 @@ def score(request: Request, pairs: Iterable[Pair]) -> list[tuple[tuple[float, fl
     that is gone is forgotten with its cache.
     """
     return [((pending_tokens(p) + uncached_tokens(p, request), _pages_after(d, request)), (p, d)) for p, d in pairs]
+
+
+def score_turns(pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
+    """Lower is better: who was bound longest ago, whatever a worker has to do or has cached."""
+    return [((p.last_bound, d.last_bound), (p, d)) for p, d in pairs]
 
 
 def cached_tokens(worker: WorkerLink, request: Request) -> int:

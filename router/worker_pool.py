@@ -47,6 +47,8 @@ class WorkerLink:
         self.requests: set[Request] = set()
         self.num_prompts_sent = 0
         """In this session."""
+        self.last_bound = 0
+        """Number of the last binding to it; the router counts them."""
         self.cached_pages: set[bytes] = set()
         """Keys of pages its prefix cache holds, from its cache events."""
         self.ready_peers: set[str] = set()

@@ -37,7 +37,7 @@ class TestCluster:
         }
 
     def workers(self):
-        return [p.name for p in self.cluster.processes if p.name != "router" and p.popen.poll() is None]
+        return [p.name for p in self.cluster.processes if not p.name.startswith("router") and p.popen.poll() is None]
 
     def busy(self):
         """What is not at rest, by process: pages not free, sequences, requests."""
@@ -48,8 +48,9 @@ class TestCluster:
             assert sum(pages.values()) == values["kvferry_pages_total"], f"{name}: pages do not add up: {pages}"
             found |= {f"{name} pages {k}": v for k, v in pages.items() if v and k not in ("free", "cached")}
             found |= {f"{name} {k}": v for k, v in values.items() if k.startswith("kvferry_sequences,") and v}
-        values = self.metrics("router")
-        found |= {f"router {k}": v for k, v in values.items() if k.startswith("kvferry_active_requests,") and v}
+        for name in (p.name for p in self.cluster.processes if p.name.startswith("router") and p.popen.poll() is None):
+            values = self.metrics(name)
+            found |= {f"{name} {k}": v for k, v in values.items() if k.startswith("kvferry_active_requests,") and v}
         return found
 
     def settle(self, seconds=1.0):

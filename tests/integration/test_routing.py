@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 
+import grpc
 import pytest
 
-from kvferry.client import AsyncClient
+from benchmarks.routing import compare
+from kvferry.client import AsyncClient, KvferryError
 from tests.integration.support import running_cluster
+from tests.tiny_models import make_tiny_model
 
 PREFIX = 400
 
 
 @pytest.fixture(scope="module")
-def two_by_two(tiny_model, tmp_path_factory):
+def two_by_two(tmp_path_factory):
+    model = make_tiny_model("llama", tmp_path_factory.mktemp("long"), max_model_len=2400)
     with running_cluster(
-        tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, decode=2, num_pages=600,
-        token_budget=128,
-    ) as cluster:  # fmt: skip
+        tmp_path_factory.mktemp("logs"), model=str(model), prefill=2, decode=2, num_pages=700, token_budget=128
+    ) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def second_router(two_by_two):
+    cluster = two_by_two.cluster
+    name = cluster.start_another_router().name
+    yield cluster.find(name)
+    router = cluster.find(name)  # it may have been started again
+    router.popen.kill()
+    router.popen.wait()
+    cluster.forget(router)
 
 
 def counts(cluster, metric):
@@ -101,3 +117,56 @@ async def test_workers_join_and_leave_under_load_without_a_failed_request(two_by
     assert len(done) > 20
     # Those that came back get work again. Casebook C150.
     assert all(after[name] > before[name] for name in after)
+
+
+def test_prompts_of_2000_tokens_meet_their_pages_more_often_than_by_turns(two_by_two):
+    """8 users: of one shared prefix each worker has to compute it once; of own ones only routing finds them again."""
+    found = {}
+    for load in ("one prefix", "own prefixes"):
+        found[load] = compare(two_by_two.cluster, load, 8, 3, 2000, range(2, 258), gap_seconds=0.01)
+        print(load, {routing: f"{outcome.hit_rate:.2f}" for routing, outcome in found[load].items()})
+    one, own = found["one prefix"], found["own prefixes"]
+    assert one["cache_aware"].hit_rate > 0.85  # 2 of 24 prompts can't find it
+    assert one["cache_aware"].hit_rate >= one["round_robin"].hit_rate - 0.05
+    # 8 prefixes of 125 pages: a worker's 700 pages hold 4 with room to spare, not 8.
+    assert own["cache_aware"].hit_rate > own["round_robin"].hit_rate + 0.15
+    assert own["cache_aware"].hit_rate > 0.5
+
+
+async def test_a_killed_router_takes_nothing_from_another_ones_requests(two_by_two, second_router):
+    """Workers free what it had while the other's requests run on; started again, it serves again."""
+    cluster = two_by_two
+    rng = random.Random(4)
+    prompts = [rng.choices(range(2, 258), k=60) for _ in range(6)]
+    options = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+    expected = [await asyncio.to_thread(cluster.greedy, p, 400) for p in prompts]
+    async with AsyncClient(cluster.address) as ours, AsyncClient(second_router.address) as theirs:
+
+        async def lose(prompt):
+            with pytest.raises(KvferryError) as raised:
+                await theirs.generate(prompt, **options).result()
+            return raised.value.code
+
+        losing = [asyncio.create_task(lose(p)) for p in prompts]
+        keeping = [asyncio.create_task(ours.generate(p, **options).result()) for p in prompts]
+
+        def in_decode():
+            values = [cluster.metrics(name) for name in ("decode-0", "decode-1")]
+            return sum(v.get("kvferry_sequences,running", 0) for v in values)
+
+        while await asyncio.to_thread(in_decode) < 12:
+            await asyncio.sleep(0.01)
+        os.kill(second_router.pid, signal.SIGKILL)
+        for _ in range(100):
+            if await asyncio.to_thread(in_decode) <= len(prompts):
+                break
+            await asyncio.sleep(0.02)
+        assert not any(task.done() for task in keeping), "the test is to look while they run"
+        assert set(await asyncio.gather(*losing)) == {grpc.StatusCode.UNAVAILABLE}
+        for task, alone in zip(keeping, expected, strict=True):
+            assert (await task).token_ids == alone.token_ids
+    await asyncio.to_thread(second_router.popen.wait)
+    await asyncio.to_thread(cluster.settle)
+    again = await asyncio.to_thread(cluster.cluster.restart_router, second_router)
+    async with AsyncClient(again.address) as client:
+        assert (await client.generate(prompts[0], **options).result()).token_ids == expected[0].token_ids
