@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
+.PHONY: setup demo test soak check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
 
 setup: $(VENV)/.ready
 
@@ -20,6 +20,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+soak: setup
+	$(BIN)/python -m pytest tests/soak -s
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -2,7 +2,8 @@
 
 For 1, 64 and 512 streams over gRPC and HTTP: tokens and requests forwarded per CPU-second of the router process; and at
 a steady rate of tokens, how long a token is on its way from worker to client (both on this machine, one clock). The
-load comes from a process of its own, so that the client's Python is not what is measured.
+load comes from a process of its own, so that the client's Python is not what is measured. The bound is a gRPC server
+without any logic, from the same run.
 """
 
 from __future__ import annotations
@@ -76,6 +77,19 @@ def running_router(
             for process in reversed(processes):
                 process.terminate()
                 process.wait(20)
+
+
+@contextmanager
+def running_bare_server() -> Iterator[dict[str, Any]]:
+    """The public service without a router: gRPC's own cost. Yields what its ready file says."""
+    with tempfile.TemporaryDirectory() as folder:
+        ready_file = Path(folder) / "bare.json"
+        process = _start(["benchmarks.bare_server"], ready_file)
+        try:
+            yield _ready(ready_file, process)
+        finally:
+            process.terminate()
+            process.wait(20)
 
 
 def _start(arguments: list[str], ready_file: Path) -> subprocess.Popen[bytes]:
@@ -160,8 +174,21 @@ def main(model: str = DEFAULT_MODEL, seconds: float = 5.0, max_tokens: int = 200
     """Measures a router with scripted workers. step_ms: time between tokens of a stream, for the added latency."""
     console, folder = Console(), resolve_model(model)
     table = Table(title=f"one router, {os.cpu_count()} cores; answers of {max_tokens} tokens")
-    for column in ("front", "streams", "tokens per CPU-s", "requests per CPU-s", "tokens/s", "added ms p50", "p99"):
+    for column in (
+        "front",
+        "streams",
+        "tokens per CPU-s",
+        "requests per CPU-s",
+        "of bare gRPC",
+        "tokens/s",
+        "added ms p50",
+        "p99",
+    ):
         table.add_column(column, justify="right")
+    bare = {}
+    for streams in track(STREAMS, "bare gRPC", console=console, transient=True):
+        with running_bare_server() as info:
+            bare[streams] = measure("gRPC", info, streams, max_tokens, seconds).tokens_per_cpu_second
     cases = [(front, streams) for front in ("gRPC", "HTTP") for streams in STREAMS]
     for front, streams in track(cases, "router", console=console, transient=True):
         with running_router(folder, 0.0) as info:
@@ -174,11 +201,17 @@ def main(model: str = DEFAULT_MODEL, seconds: float = 5.0, max_tokens: int = 200
             str(streams),
             f"{full.tokens_per_cpu_second:,.0f}",
             f"{full.requests_per_cpu_second:,.0f}",
+            f"{full.tokens_per_cpu_second / bare[streams]:.2f}",
             f"{full.tokens_per_second:,.0f}",
             *(f"{value:.2f}" for value in steady.added_ms),
         )
     console.print(table)
     console.print(f"added: from worker to client, at one token each {step_ms:.0f} ms per stream", highlight=False)
+    console.print(
+        "of bare gRPC: tokens per CPU-s against a server that streams one ready-made message per token; "
+        "above 1 where the router joins tokens that wait",
+        highlight=False,
+    )
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ class ScriptedConfig:
     """Name of this worker."""
     step_ms: float = 0.0
     """Time between two tokens of each request; 0: as fast as they are taken."""
+    tokens_per_step: int = 1
+    """Tokens of each request in one step."""
     max_num_sequences: int = 4096
     """Most requests at once."""
     max_model_len: int = 8192
@@ -94,24 +96,26 @@ class ScriptedServicer(worker_pb2_grpc.WorkerServiceServicer):
                     came.clear()
                     await came.wait()
                     next_step = time.monotonic()
-                yield worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=self._step(requests)))
+                outputs = self._step(requests, self._config.tokens_per_step)
+                yield worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=outputs))
                 next_step += self._config.step_ms / 1e3
                 await asyncio.sleep(max(0.0, next_step - time.monotonic()))
         finally:
             reader.cancel()
 
     @staticmethod
-    def _step(requests: dict[tuple[str, int], _Request]) -> list[worker_pb2.TokenOutput]:
+    def _step(requests: dict[tuple[str, int], _Request], num_tokens: int) -> list[worker_pb2.TokenOutput]:
         outputs, token = [], clock_id()
         for key, request in list(requests.items()):
-            request.num_tokens += 1
+            first_index = request.num_tokens
+            request.num_tokens = min(first_index + num_tokens, request.max_tokens)
             is_last = request.num_tokens >= request.max_tokens
             outputs.append(
                 worker_pb2.TokenOutput(
                     request_id=key[0],
                     attempt=key[1],
-                    first_index=request.num_tokens - 1,
-                    token_ids=[token],
+                    first_index=first_index,
+                    token_ids=[token] * (request.num_tokens - first_index),
                     finish_reason=inference_pb2.FINISH_REASON_LENGTH
                     if is_last
                     else inference_pb2.FINISH_REASON_UNSPECIFIED,

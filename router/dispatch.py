@@ -28,8 +28,7 @@ class Dispatcher:
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
         self._num_bound = 0
-        self.num_announced = 0
-        """Requests that have a place in the queue but are not there yet."""
+        self._num_announced = self._announced_tokens = 0
 
     @property
     def num_queued(self) -> int:
@@ -49,7 +48,7 @@ class Dispatcher:
         pairs = self.pool.ready_pairs()
         if not pairs:
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
-        waiting = len(self._queue) + self.num_announced
+        waiting = len(self._queue) + self._num_announced
         if waiting + num_requests > self._config.max_queue_requests:
             raise ResourceExhausted(
                 f"the queue is full: {waiting} requests wait, {self._config.max_queue_requests} may"
@@ -57,9 +56,10 @@ class Dispatcher:
 
         most = self._config.max_queue_tokens
         # One prompt may wait however long it is: it can't be made shorter by trying again.
-        if most is not None and waiting and self._queue.num_tokens + num_requests * num_tokens > most:
+        waiting_tokens = self._queue.num_tokens + self._announced_tokens
+        if most is not None and waiting and waiting_tokens + num_requests * num_tokens > most:
             raise ResourceExhausted(
-                f"the queue is full: {self._queue.num_tokens} prompt tokens wait, {most} may; "
+                f"the queue is full: {waiting_tokens} prompt tokens wait, {most} may; "
                 f"this request has {num_requests * num_tokens}"
             )
 
@@ -70,6 +70,14 @@ class Dispatcher:
                     f"the first token would take {needed:.1f} s at the measured rate, "
                     f"the deadline leaves {deadline_seconds:.1f} s"
                 )
+
+    def announce(self, num_requests: int, num_tokens: int) -> None:
+        """These requests have a place in the queue but are not there yet; negative: they came, or won't come.
+
+        num_tokens: of each request's prompt.
+        """
+        self._num_announced += num_requests
+        self._announced_tokens += num_requests * num_tokens
 
     def submit(self, request: Request) -> None:
         """Queues a request; its output tells how it goes."""

@@ -83,7 +83,8 @@ class Generator:
         """Responses of all answers as they come, until each has ended."""
         first, siblings = answers[0], answers[1:]
         open_answers = list(answers)
-        self._dispatcher.num_announced += len(siblings)
+        num_tokens = len(first.request.checked.prompt_token_ids)
+        self._dispatcher.announce(len(siblings), num_tokens)
         try:
             while open_answers:
                 await news.wait()
@@ -93,13 +94,13 @@ class Generator:
                         yield response
                 if siblings and (first.num_tokens > 1 or first.is_over):
                     # The others come when the first one decodes: then that pair has the prompt's pages in its caches.
-                    self._dispatcher.num_announced -= len(siblings)
+                    self._dispatcher.announce(-len(siblings), num_tokens)
                     for sibling in siblings:
                         self._dispatcher.submit(sibling.request)
                     siblings = []
                 open_answers = [answer for answer in open_answers if not answer.is_over]
         finally:
-            self._dispatcher.num_announced -= len(siblings)
+            self._dispatcher.announce(-len(siblings), num_tokens)
 
     def _take(self, answer: Answer) -> list[inference_pb2.GenerateResponse]:
         """What there is of one answer. Raises the RequestError that ended it."""

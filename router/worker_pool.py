@@ -15,6 +15,7 @@ import grpc
 from kv_transfer.errors import LayoutMismatch
 from kv_transfer.layout import PROTOCOL_VERSION, Fingerprint, check_equal
 from protos import worker_pb2, worker_pb2_grpc
+from router.config import DNS_PREFIX
 from router.validation import ClusterLimits
 from rpc.channel import open_channel
 
@@ -97,6 +98,8 @@ class WorkerPool:
         self.decode: list[WorkerLink] = []
         self.colocated: list[WorkerLink] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unresolved: dict[str, str] = {}
+        """Names that have no addresses, and why."""
 
     def add(self, address: str, tier: worker_pb2.Tier.ValueType) -> WorkerLink:
         """Starts keeping a session with the worker at an address."""
@@ -112,13 +115,16 @@ class WorkerPool:
     async def _keep_resolving(self, name_and_port: str, tier: worker_pb2.Tier.ValueType) -> None:
         name, _, port = name_and_port.rpartition(":")
         mine: dict[str, WorkerLink] = {}
+        self._unresolved[name_and_port] = "not looked up yet"
         while True:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(name.strip("[]"), int(port), type=SOCK_STREAM)
             except OSError as error:
                 # No address yet, or the name server is away: those that are known stay.
                 log.info("a name has no addresses", extra={"address": name_and_port, "reason": str(error)})
+                self._unresolved[name_and_port] = str(error)
             else:
+                self._unresolved.pop(name_and_port, None)
                 hosts = {str(target[0]) for *_, target in found}
                 addresses = {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
                 for address in sorted(addresses - mine.keys()):
@@ -175,9 +181,9 @@ class WorkerPool:
 
     def why_not_ready(self) -> str:
         """In words, for clients and people."""
-        if not self.colocated and not (self.prefill and self.decode):
+        parts = [f"{DNS_PREFIX}{name} has no addresses: {reason}" for name, reason in self._unresolved.items()]
+        if not parts and not self.colocated and not (self.prefill and self.decode):
             return "this router was given no prefill or no decode worker, and no colocated one"
-        parts = []
         for link in self.links:
             tier = _tier_name(link.tier)
             why = link.reason or ("no pair with it is ready" if link.is_open else "not connected")

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from benchmarks.router import running_router
-from kvferry.client import AsyncClient, KvferryError
+from kvferry.client import AsyncClient, KvferryError, make_request
+from protos import inference_pb2_grpc
 
 
 async def test_a_thousand_streams_at_once(real_model):
@@ -81,3 +82,65 @@ async def test_a_full_queue_is_bounded_in_time_too(real_model):
             with pytest.raises(KvferryError, match=r"no worker was free within 0\.3 s"):
                 await client.generate([6], max_tokens=2).result()
             assert (await running.result()).usage.completion_tokens == 40
+
+
+async def test_readers_that_pause_cost_bounded_memory_and_nobody_else(real_model):
+    """Casebook C126: 20 streams that stop reading after one message; 10 that read."""
+    worker_flags = ("--tokens-per-step", "64", "--max-model-len", "100000")
+    with running_router(real_model, 0.0, ("--max-unread-tokens", "500"), worker_flags) as info:
+        router = psutil.Process(info["pid"])
+        # Otherwise gRPC finds a window in which the whole answer fits.
+        small_window = [("grpc.http2.bdp_probe", 0)]
+        async with (
+            grpc.aio.insecure_channel(info["address"], options=small_window) as stuck,
+            AsyncClient(info["address"]) as reading,
+        ):
+
+            async def pause(n):
+                request = make_request([5, n + 6], max_tokens=90_000, ignore_eos=True, return_token_ids=True)
+                call = inference_pb2_grpc.InferenceServiceStub(stuck).Generate(request)
+                await call.read()
+                return call
+
+            paused = await asyncio.gather(*(pause(n) for n in range(20)))
+            before = router.memory_info().rss
+            for _ in range(3):
+                normal = [reading.generate([5, n + 70], max_tokens=100, ignore_eos=True) for n in range(10)]
+                results = await asyncio.gather(*(stream.result() for stream in normal))
+                assert {r.usage.completion_tokens for r in results} == {100}
+            end = time.monotonic() + 20
+            while (await reading.cluster_status()).running_requests and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            assert (await reading.cluster_status()).running_requests == 0, "stuck readers hold workers"
+            assert router.memory_info().rss < before + 50e6
+            for call in paused:
+                with pytest.raises(grpc.aio.AioRpcError, match="reads too slowly"):
+                    await read_all(call)
+
+
+async def test_cancelled_streams_leave_no_memory_behind(real_model):
+    """Casebook C119; `make soak` does it 50,000 times."""
+    with running_router(real_model, 5.0) as info:
+        assert await memory_per_cancel(info, warm_up=500, cycles=1500) < 1500
+
+
+async def read_all(call):
+    while await call.read():
+        pass
+
+
+async def memory_per_cancel(info, warm_up, cycles):
+    """Bytes that the router grows by with each stream that is cancelled after its first token."""
+    router = psutil.Process(info["pid"])
+
+    async def cancel_many(client, number):
+        for _ in range(number):
+            stream = client.generate([5, 6], max_tokens=100, ignore_eos=True, return_token_ids=True)
+            await anext(aiter(stream))
+            stream.cancel()
+
+    async with AsyncClient(info["address"]) as client:
+        await asyncio.gather(*(cancel_many(client, warm_up // 25) for _ in range(25)))
+        before = router.memory_info().rss
+        await asyncio.gather(*(cancel_many(client, cycles // 25) for _ in range(25)))
+        return (router.memory_info().rss - before) / cycles

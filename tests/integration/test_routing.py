@@ -9,6 +9,7 @@ import signal
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from benchmarks.routing import compare
 from kvferry.client import AsyncClient, KvferryError
@@ -170,3 +171,44 @@ async def test_a_killed_router_takes_nothing_from_another_ones_requests(two_by_t
     again = await asyncio.to_thread(cluster.cluster.restart_router, second_router)
     async with AsyncClient(again.address) as client:
         assert (await client.generate(prompts[0], **options).result()).token_ids == expected[0].token_ids
+
+
+async def test_two_generations_of_a_model_serve_side_by_side_and_only_equals_are_paired(tmp_path):
+    """A rollout: workers with other weights come up beside the old ones, the old ones go, no request fails."""
+    old, new = (make_tiny_model("llama", tmp_path / name) for name in ("old", "new"))
+    change_weights(new)
+    with running_cluster(tmp_path / "logs", model=str(old), num_pages=200, token_budget=64) as cluster:
+        rng = random.Random(5)
+        prompt = rng.choices(range(2, 258), k=40)
+        by_old = cluster.greedy(prompt, 30).token_ids
+        workers = [cluster.cluster.start_worker(tier, 1, "--model", str(new)) for tier in ("prefill", "decode")]
+        for worker in workers:
+            cluster.cluster.wait_ready(worker)
+        router = cluster.cluster.start_another_router()
+        async with AsyncClient(router.address) as client:
+
+            async def ask():
+                stream = client.generate(prompt, max_tokens=30, temperature=0.0, ignore_eos=True, return_token_ids=True)
+                return (await stream.result()).token_ids
+
+            while (await client.cluster_status()).ready_pairs < 2:
+                await asyncio.sleep(0.05)
+            answers = await asyncio.gather(*(ask() for _ in range(40)))
+            [by_new] = set(answers) - {by_old}
+            assert set(answers) == {by_old, by_new}
+            states = {(w.tier, w.state) for w in (await client.cluster_status()).workers}
+            assert states == {("prefill", "ready"), ("decode", "ready")}
+            running = [asyncio.create_task(ask()) for _ in range(20)]
+            for name in ("prefill-0", "decode-0"):
+                process = cluster.cluster.find(name)
+                process.popen.terminate()
+                running += [asyncio.create_task(ask()) for _ in range(5)]
+                await asyncio.to_thread(process.popen.wait)
+            assert set(await asyncio.gather(*running)) <= {by_old, by_new}
+            assert {await ask() for _ in range(5)} == {by_new}
+
+
+def change_weights(model):
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] = weights["lm_head.weight"].flip(0).contiguous()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

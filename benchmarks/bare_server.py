@@ -1,0 +1,62 @@
+"""What a router can't beat: the public service with no router in it. Every token is a message made beforehand.
+
+For `make bench-router`, as the bound of its gRPC rows: what gRPC itself costs for as many messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import tyro
+
+from protos import inference_pb2, inference_pb2_grpc
+from rpc.config import ProcessConfig
+from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
+from rpc.server import PortInUse, RpcServer
+
+
+@dataclass(frozen=True)
+class BareConfig:
+    """A server that streams ready-made messages."""
+
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+
+
+class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        token = inference_pb2.GenerateResponse(request_id=request.request_id, text=" token", token_ids=[300])
+        for _ in range(request.stop.max_tokens - 1):
+            yield token
+        token.finish_reason = inference_pb2.FINISH_REASON_LENGTH
+        yield token
+
+
+async def _serve(config: BareConfig) -> int:
+    stop = asyncio.Event()
+    install_stop_signals(stop)
+    server = RpcServer(config.process.host, config.process.port, ["kvferry.v1.InferenceService"])
+    servicer = _Servicer()  # type: ignore[abstract]  # nothing else is measured
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.server)
+    await server.start()
+    write_ready_file(config.process.ready_file, {"address": server.address, "pid": os.getpid()})
+    await stop.wait()
+    await server.stop(0.5)
+    return 0
+
+
+def serve(config: BareConfig) -> int:
+    """Runs until it is told to stop."""
+    prepare_process(config.process)
+    return asyncio.run(_serve(config))
+
+
+if __name__ == "__main__":
+    chosen = tyro.cli(tyro.conf.OmitArgPrefixes[BareConfig], description=BareConfig.__doc__)
+    run_process(lambda: serve(chosen), (PortInUse,))
