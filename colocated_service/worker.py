@@ -24,9 +24,11 @@ from engine.prefix_cache import PrefixCache
 from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence
 from protos import inference_pb2, worker_pb2
-from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker.engine_loop import EngineLoop, PageOwners
+from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened
 from worker.load_reporter import LoadReporter
-from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.parts import WorkerParts
+from worker.process import MAX_FAILED_STEPS
 from worker.rate import Rate
 from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
 from worker.stamps import Stamps
@@ -53,11 +55,12 @@ class _Request:
     """Of the prompt tokens after the first, so far; if asked for."""
 
 
-class ColocatedWorker:
+class ColocatedWorker(EngineLoop):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
-        self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
+        super().__init__(parts)
+        self._runner, self._vocab_size = runner, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = ColocatedScheduler(
@@ -75,16 +78,30 @@ class ColocatedWorker:
         self._by_sequence: dict[str, _Request] = {}
         self._failed_steps = 0
 
-    def run(self) -> None:
-        """Runs until a Stop message."""
-        step: ColocatedStep | None = None
-        while self._receive(wait=step is None):
-            step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
-            if step is not None:
-                self._let_go(step)
-                self._run_and_deliver(step)
-            self._report_load()
-            self._parts.sessions.flush()
+    def _step(self) -> bool:
+        step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
+        if step is not None:
+            self._let_go(step)
+            self._run_and_deliver(step)
+        return step is not None
+
+    def _has_open_work(self) -> bool:
+        return bool(self._requests)
+
+    def _hand_over(self) -> None:
+        for request in list(self._requests.values()):
+            sequence = request.sequence
+            event = worker_pb2.PreemptedEvent(
+                request_id=request.key[0],
+                attempt=request.key[1],
+                output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+                is_draining=True,
+            )
+            self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(preempted=event))
+            self._abort(request)
+
+    def _page_owners(self) -> PageOwners:
+        return PageOwners(tables=[r.sequence.page_table for r in self._requests.values()])
 
     def _let_go(self, step: ColocatedStep) -> None:
         """Those that this step has no time or no pages for."""
@@ -137,14 +154,6 @@ class ColocatedWorker:
 
     # receive
 
-    def _receive(self, wait: bool) -> bool:
-        """Handles what arrived. False: stop."""
-        for message in self._parts.inbox.take(wait):
-            if isinstance(message, Stop):
-                return False
-            self._handle(message)
-        return True
-
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case SessionOpened(session_id):
@@ -182,6 +191,10 @@ class ColocatedWorker:
             cache_salt=command.cache_salt,
         )
         request = _Request(session_id, key, sequence, StopRule(command.stop))
+        if self._is_draining:
+            # It crossed the news on its way; the router has heard it by now.
+            self._send_failure(request, grpc.StatusCode.UNAVAILABLE, "the worker is draining", retryable=True)
+            return
         max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
         refusal = check_command(command, self._vocab_size)
         if key in self._requests:

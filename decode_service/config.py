@@ -15,5 +15,8 @@ class DecodeConfig(WorkerConfig):
     admission: Admission = "learned"
     """Room kept for answers to grow: learned from how long answers get (one that finds no page is handed back and
     resumed later), or full: the longest answer of each request, so that none is ever handed back."""
+    quarantine_timeout: float | None = None
+    """Seconds after which pages are taken back from a writer that neither confirms nor is known to be gone. If it wakes
+    up later, it writes into pages of others: only for operators who accept that. Unset: never."""
     prefix_cache: bool = True
     """Keep pages of ended sequences, so that requests that begin alike need not be sent them."""

@@ -31,13 +31,26 @@ from engine.sequence import Sequence
 from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from protos import kv_pb2, worker_pb2
-from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop, WriterGone
+from worker.engine_loop import EngineLoop, PageOwners
+from worker.inbox import (
+    InboxMessage,
+    QuarantineTimeout,
+    SessionClosed,
+    SessionCommand,
+    SessionOpened,
+    TicketOverdue,
+    WriterGone,
+)
 from worker.load_reporter import LoadReporter
-from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.parts import WorkerParts
+from worker.process import MAX_FAILED_STEPS
 from worker.request import StopRule, check_command, failure_event, logprobs_message, sampling_params
 from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
+
+OVERDUE_SECONDS = 2.0
+"""A notification that is later than this after the writer's last write is lost. It travels with the data."""
 
 
 @dataclass(eq=False)
@@ -54,11 +67,12 @@ class _Request:
     num_computed_prompt_tokens: int = 0
 
 
-class DecodeWorker:
+class DecodeWorker(EngineLoop):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, config: DecodeConfig) -> None:
-        self._parts, self._runner, self._closer, self._vocab_size = parts, runner, closer, parts.vocab_size
+        super().__init__(parts)
+        self._runner, self._closer, self._vocab_size = runner, closer, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = DecodeScheduler(
@@ -68,18 +82,31 @@ class DecodeWorker:
         self._requests: dict[TicketKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
         self._quarantined: dict[TicketKey, IncomingTicket] = {}
+        self._quarantined_since: dict[TicketKey, float] = {}
+        self._quarantine_timeout = config.quarantine_timeout
+        parts.metrics.quarantine_age.set_function(self._quarantine_age)
         self._failed_steps = 0
 
-    def run(self) -> None:
-        """Runs until a Stop message."""
-        step: DecodeStep | None = None
-        while self._receive(wait=step is None):
-            step = self._scheduler.schedule()
-            if step is not None:
-                self._let_go(step)
-                self._run_and_deliver(step)
-            self._report_load()
-            self._parts.sessions.flush()
+    def _step(self) -> bool:
+        step = self._scheduler.schedule()
+        if step is not None:
+            self._let_go(step)
+            self._run_and_deliver(step)
+        return step is not None
+
+    def _has_open_work(self) -> bool:
+        return bool(self._requests or self._quarantined)
+
+    def _hand_over(self) -> None:
+        for request in list(self._requests.values()):
+            self._hand_back(request, is_draining=True)
+
+    def _page_owners(self) -> PageOwners:
+        receiving = [r.ticket for r in self._requests.values() if not r.ticket.is_terminal]
+        return PageOwners(
+            tables=[r.sequence.page_table for r in self._requests.values()],
+            writes=[ticket.page_ids for ticket in [*receiving, *self._quarantined.values()]],
+        )
 
     def _let_go(self, step: DecodeStep) -> None:
         """Those whose pages this step needs."""
@@ -115,11 +142,8 @@ class DecodeWorker:
     # receive
 
     def _receive(self, wait: bool) -> bool:
-        """Handles what arrived. False: stop."""
-        for message in self._parts.inbox.take(wait):
-            if isinstance(message, Stop):
-                return False
-            self._handle(message)
+        if not super()._receive(wait):
+            return False
         receiving = any(not r.ticket.is_terminal for r in self._requests.values())
         # Bytes for quarantined pages must arrive before the pages are given away, so progress is driven for them too.
         self._parts.transfers.expect(receiving or bool(self._quarantined))
@@ -139,6 +163,13 @@ class DecodeWorker:
                 self._on_notification(sender, payload)
             case WriterGone(request_id, attempt, reason):
                 self._on_writer_gone((request_id, attempt), reason)
+            case TicketOverdue(request_id, attempt):
+                self._on_ticket_overdue((request_id, attempt))
+            case QuarantineTimeout(request_id, attempt):
+                reason = "--quarantine-timeout passed; if its writer lives, it may still write"
+                if (request_id, attempt) in self._quarantined:
+                    log.error("pages taken back unsafely", extra={"request_id": request_id, "reason": reason})
+                self._on_writer_gone((request_id, attempt), reason)
 
     def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
         match request.WhichOneof("command"):
@@ -151,6 +182,11 @@ class DecodeWorker:
                         self._scheduler.finish(found.sequence)
                     self._release(found)
                     self._parts.metrics.count_end("aborted")
+            case "transfer_done":
+                done = request.transfer_done
+                receiving = self._requests.get((done.request_id, done.attempt))
+                if receiving is not None and not receiving.ticket.is_terminal:
+                    self._parts.deliver_later(OVERDUE_SECONDS, TicketOverdue(done.request_id, done.attempt))
             case "flush_cache":
                 self._cache.flush()
             case other:
@@ -166,6 +202,10 @@ class DecodeWorker:
             cache_salt=command.cache_salt,
         )
         max_num_tokens = command.num_prompt_tokens + command.stop.max_tokens
+        if self._is_draining:
+            # It crossed the news on its way; the router has heard it by now.
+            self._refuse(session_id, key, "draining")
+            return
         refusal = check_command(command, self._vocab_size)
         if key in self._requests or key in self._quarantined:
             refusal = f"request {command.request_id}, attempt {command.attempt}, is known already"
@@ -179,8 +219,7 @@ class DecodeWorker:
             return
         shortage = self._scheduler.reserve(sequence, command.stop.max_tokens, command.was_preempted)
         if shortage is not None:
-            refused = worker_pb2.RefusedEvent(request_id=key[0], attempt=key[1], short_of=shortage)
-            self._parts.sessions.add(session_id, worker_pb2.SessionResponse(refused=refused))
+            self._refuse(session_id, key, shortage)
             return
         num_cached_pages = sequence.num_cached_tokens // self._parts.page_size
         self._prompt_tokens += sequence.num_tokens
@@ -210,11 +249,18 @@ class DecodeWorker:
         )
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(reserved=reserved))
 
+    def _refuse(self, session_id: int, key: TicketKey, short_of: str) -> None:
+        refused = worker_pb2.RefusedEvent(request_id=key[0], attempt=key[1], short_of=short_of)
+        self._parts.sessions.add(session_id, worker_pb2.SessionResponse(refused=refused))
+
     def _on_notification(self, sender: str, payload: bytes) -> None:
         try:
             notification = kv_pb2.KvNotification.FromString(payload)
         except DecodeError:
             self._parts.metrics.ignored_notifications.inc()
+            return
+        if notification.HasField("probe"):
+            self._on_probe(sender, notification.probe)
             return
         key = (notification.request_id, notification.attempt)
         request = self._requests.get(key)
@@ -226,7 +272,7 @@ class DecodeWorker:
             return
         self._parts.pool.close_to_writer(ticket.page_ids)
         if request is None:
-            del self._quarantined[key]
+            del self._quarantined[key], self._quarantined_since[key]
         elif ticket.is_complete:
             self._start(request)
         elif ticket.answer_ended:
@@ -234,6 +280,18 @@ class DecodeWorker:
             self._parts.metrics.count_end("finished")
         else:
             self._fail(request, grpc.StatusCode.UNAVAILABLE, f"prefill gave up: {ticket.close_reason}", retryable=True)
+
+    def _on_probe(self, sender: str, probe: kv_pb2.Probe) -> None:
+        """Test pages came: are they what was sent? All routers hear it; the one that asked knows the name."""
+        if not probe.sha256:
+            return  # the first write of a test is for its time only
+        pages = self._parts.probe_pages
+        probed = worker_pb2.ProbedEvent(
+            writer_agent_name=sender, probe_id=probe.probe_id, equal=pages.digest() == probe.sha256
+        )
+        pages.clear()
+        for session_id in self._parts.sessions.all_ids():
+            self._parts.sessions.add(session_id, worker_pb2.SessionResponse(probed=probed))
 
     def _start(self, request: _Request) -> None:
         """All KV is here: decoding goes on from the first token."""
@@ -292,15 +350,17 @@ class DecodeWorker:
 
     # ends
 
-    def _hand_back(self, request: _Request) -> None:
-        """Its pages were needed: the router resumes it, ahead of new requests."""
+    def _hand_back(self, request: _Request, is_draining: bool = False) -> None:
+        """Its pages were needed, or this worker ends: the router resumes it, ahead of new requests."""
         sequence, key = request.sequence, request.ticket.key
         log.info("request handed back", extra={"request_id": key[0], "output_tokens": sequence.num_output_tokens})
-        self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
+        if not is_draining:
+            self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
         event = worker_pb2.PreemptedEvent(
             request_id=key[0],
             attempt=key[1],
             output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+            is_draining=is_draining,
         )
         self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(preempted=event))
         self._release(request)
@@ -318,11 +378,22 @@ class DecodeWorker:
         self._scheduler.release(request.sequence)
         if not request.ticket.is_terminal:
             self._quarantined[request.ticket.key] = request.ticket
+            self._quarantined_since[request.ticket.key] = time.monotonic()
+            if self._quarantine_timeout is not None:
+                self._parts.deliver_later(self._quarantine_timeout, QuarantineTimeout(*request.ticket.key))
             self._closer.close(self._parts.agent_name, *request.ticket.key, request.writer)
+
+    def _on_ticket_overdue(self, key: TicketKey) -> None:
+        """The writer has sent everything, its word of it is lost: rather computed again than waited for."""
+        request = self._requests.get(key)
+        if request is not None and not request.ticket.is_terminal:
+            reason = "prefill has sent all pages, but its notification did not come"
+            self._fail(request, grpc.StatusCode.UNAVAILABLE, reason, retryable=True)
 
     def _on_writer_gone(self, key: TicketKey, reason: str) -> None:
         ticket = self._quarantined.pop(key, None)
         if ticket is not None:
+            del self._quarantined_since[key]
             self._parts.pool.close_to_writer(ticket.page_ids)
             log.debug("pages left quarantine", extra={"request_id": key[0], "attempt": key[1], "reason": reason})
 
@@ -332,6 +403,10 @@ class DecodeWorker:
         log.warning("request failed", extra={"request_id": key[0], "attempt": key[1], "reason": message})
         event = failure_event(*key, code, message, retryable)
         self._parts.sessions.add(session_id, event)
+
+    def _quarantine_age(self) -> float:
+        """Seconds since the oldest pages went into quarantine. Called by whichever thread serves metrics."""
+        return time.monotonic() - min(list(self._quarantined_since.values()), default=time.monotonic())
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()

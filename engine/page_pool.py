@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.errors import PagePoolError
+
+HISTORY_LENGTH = 200
+"""Changes that are remembered, for the log of a pool that does not add up."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class PagePool:
         self._num_held = 0
         self._num_pinned = 0
         self._num_quarantined = 0
+        self._history: deque[tuple[str, tuple[int, ...]]] = deque(maxlen=HISTORY_LENGTH)
 
     def __repr__(self) -> str:
         counts = self.counts()
@@ -97,10 +101,13 @@ class PagePool:
         for page in page_ids:
             self._holders[page] = 1
         self._num_held += num_pages
+        self._history.append(("allocate", tuple(page_ids)))
         return page_ids
 
     def hold(self, page_ids: Iterable[int]) -> None:
         """One more holder for pages found in the cache."""
+        page_ids = tuple(page_ids)
+        self._history.append(("hold", page_ids))
         for page in page_ids:
             if not self._is_cached[page]:
                 raise PagePoolError(f"page {page} is not in the cache, so nobody can join its holders")
@@ -131,6 +138,8 @@ class PagePool:
 
     def release(self, page_ids: Iterable[int]) -> None:
         """A holder lets go. Of pages released together, the first is the first to be evicted."""
+        page_ids = tuple(page_ids)
+        self._history.append(("release", page_ids))
         for page in page_ids:
             if self._holders[page] == 0:
                 raise PagePoolError(f"page {page} is released by a holder it does not have")
@@ -140,27 +149,59 @@ class PagePool:
 
     def pin(self, page_ids: Iterable[int]) -> None:
         """One of our writes is about to read these pages; they must be held."""
-        self._add_owner(self._readers, page_ids)
+        self._add_owner("pin", self._readers, page_ids)
 
     def unpin(self, page_ids: Iterable[int]) -> None:
         """That write ended."""
-        self._drop_owner(self._readers, page_ids)
+        self._drop_owner("unpin", self._readers, page_ids)
 
     def open_to_writer(self, page_ids: Iterable[int]) -> None:
         """A foreign writer may write to these pages from now on; they must be held."""
-        self._add_owner(self._writers, page_ids)
+        self._add_owner("open to a writer", self._writers, page_ids)
 
     def close_to_writer(self, page_ids: Iterable[int]) -> None:
         """That writer will not touch them again."""
-        self._drop_owner(self._writers, page_ids)
+        self._drop_owner("close to a writer", self._writers, page_ids)
 
-    def _add_owner(self, owners: list[int], page_ids: Iterable[int]) -> None:
+    def history(self) -> list[str]:
+        """The last changes, oldest first."""
+        return [f"{change} {list(page_ids)}" for change, page_ids in self._history]
+
+    def check(
+        self,
+        tables: Iterable[Iterable[int]],
+        reads: Iterable[Iterable[int]] = (),
+        writes: Iterable[Iterable[int]] = (),
+    ) -> list[str]:
+        """What is wrong, in words, if the pages of all holders, open reads and open writes are these."""
+        faults = []
+        for name, owners, expected in (
+            ("holders", self._holders, tables),
+            ("readers", self._readers, reads),
+            ("writers", self._writers, writes),
+        ):
+            counted = [0] * self.num_pages
+            for page_ids in expected:
+                for page in page_ids:
+                    counted[page] += 1
+            if counted != owners:
+                pages = [page for page in range(self.num_pages) if counted[page] != owners[page]]
+                faults.append(f"{name} of {len(pages)} pages are not those of the requests, first page {pages[0]}")
+        if self.counts().total != self.num_pages:
+            faults.append(f"{self.counts()} do not sum up to {self.num_pages}")
+        return faults
+
+    def _add_owner(self, change: str, owners: list[int], page_ids: Iterable[int]) -> None:
+        page_ids = tuple(page_ids)
+        self._history.append((change, page_ids))
         for page in page_ids:
             if self._holders[page] == 0:
                 raise PagePoolError(f"page {page} is given to a transfer but nobody holds it")
             owners[page] += 1
 
-    def _drop_owner(self, owners: list[int], page_ids: Iterable[int]) -> None:
+    def _drop_owner(self, change: str, owners: list[int], page_ids: Iterable[int]) -> None:
+        page_ids = tuple(page_ids)
+        self._history.append((change, page_ids))
         for page in page_ids:
             if owners[page] == 0:
                 raise PagePoolError(f"page {page} is let go by a transfer that does not own it")

@@ -20,10 +20,13 @@ class PageRegion:
 
     base_address: int
     num_pages: int
+    """Of all pages, those for tests of connections included."""
     page_bytes: int
     memory_type: str = "DRAM"
     """"DRAM" or "VRAM"."""
     device_id: int = 0
+    num_probe_pages: int = 0
+    """The last ones, which only tests of connections are written to."""
 
 
 class WriteState(Enum):

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from protos import kv_pb2
 log = logging.getLogger(__name__)
 
 BACKEND = "UCX"
+RDMA_DEVICES = Path("/sys/class/infiniband")
 _STATES = {"DONE": WriteState.DONE, "PROC": WriteState.IN_PROGRESS, "ERR": WriteState.FAILED}
 
 
@@ -63,11 +65,29 @@ class _NixlWrite:
             self._handle = None
 
 
+def _forbid_tcp() -> None:
+    """UCX takes whatever reaches the peer, so what must not be used has to be taken from it before it starts."""
+    devices = sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.exists() else []
+    if not devices:
+        raise TransportUnavailable(f"--require-rdma, but this machine has no RDMA device ({RDMA_DEVICES} is empty)")
+    allowed = os.environ.get("UCX_TLS", "")
+    if "tcp" in allowed.removeprefix("^").split(",") and not allowed.startswith("^"):
+        raise TransportUnavailable(f"--require-rdma, but UCX_TLS={allowed} allows tcp")
+    if not allowed:
+        os.environ["UCX_TLS"] = "^tcp"
+    log.info("RDMA only", extra={"devices": ",".join(devices), "UCX_TLS": os.environ["UCX_TLS"]})
+
+
 class NixlTransport:
     """See `Transport`. Registers the whole pool once."""
 
-    def __init__(self, agent_name: str, region: PageRegion) -> None:
-        """Raises TransportUnavailable if NIXL or its UCX backend can't start here."""
+    def __init__(self, agent_name: str, region: PageRegion, require_rdma: bool = False) -> None:
+        """Raises TransportUnavailable if NIXL or its UCX backend can't start here.
+
+        require_rdma: never TCP; also raised if there is no RDMA device.
+        """
+        if require_rdma:
+            _forbid_tcp()
         self.name = f"nixl/{BACKEND}"
         self.agent_name, self.region = agent_name, region
         # NIXL's own log repeats at INFO what ours says.
@@ -118,7 +138,11 @@ class NixlTransport:
             return
         check_page_bytes(self.region, endpoint)
         remote = PageRegion(
-            endpoint.base_address, endpoint.num_pages, endpoint.page_bytes, endpoint.memory_type, endpoint.device_id
+            endpoint.base_address,
+            endpoint.num_pages + endpoint.num_probe_pages,
+            endpoint.page_bytes,
+            endpoint.memory_type,
+            endpoint.device_id,
         )
         try:
             self._agent.add_remote_agent(endpoint.agent_metadata)

@@ -25,7 +25,7 @@ IDLE_SECONDS = 0.02
 """Time between looks otherwise: bounds how long a first message of a new peer waits."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageWrite:
     """Pages to write to a peer. `tag` comes back with the result."""
 
@@ -107,21 +107,26 @@ class TransferThread:
         self._open: list[_OpenWrite] = []
         self._doomed: set[str] = set()  # peers to disconnect once nothing is open towards them
         self._expecting = False
+        self._turned_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Waits for open writes to end, then closes the transport."""
+    def stop(self, timeout: float | None = None) -> None:
+        """Waits for open writes to end, then closes the transport. timeout: most seconds to wait."""
         self._commands.put(_Stop())
-        self._thread.join()
+        self._thread.join(timeout)
 
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs; if it does not, nothing can be moved."""
         return self._thread.is_alive()
+
+    def standing_seconds(self) -> float:
+        """How long ago the thread last looked around; it does so many times a second unless the transport is stuck."""
+        return time.monotonic() - self._turned_at
 
     def connect(self, endpoint: kv_pb2.TransferEndpoint) -> None:
         """Answers with PeerConnected or PeerFailed."""
@@ -146,6 +151,7 @@ class TransferThread:
     def _run(self) -> None:
         stopping = False
         while not (stopping and not self._open):
+            self._turned_at = time.monotonic()
             stopping |= self._do_commands()
             self._poll_writes()
             self._disconnect_idle()

@@ -27,6 +27,7 @@ from colocated_service.scheduler import StepPolicy
 from decode_service.scheduler import Admission
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
+from kvferry.client import Client
 from prefill_service.scheduler import Policy
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
@@ -77,6 +78,8 @@ class ClusterConfig:
     """Longest sequence in tokens. Unset: what the model was trained for."""
     max_num_sequences: int = 64
     """Most sequences at once on each worker."""
+    drain_seconds: float = 10.0
+    """Time that running requests get to end when the cluster is stopped."""
     port: int = 50051
     """gRPC port of the router; 0 picks a free one."""
     http_port: int | None = None
@@ -110,6 +113,8 @@ class ClusterConfig:
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "mixed steps of colocated workers need a larger budget"
             )
+        if self.drain_seconds < 0:
+            raise ValueError(f"--drain-seconds is {self.drain_seconds:g}; it can't be negative")
         for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} is {port}; it must be between 0 and 65535")
@@ -207,6 +212,7 @@ class LocalCluster:
         for worker in workers:
             self.wait_ready(worker)
         self.wait_ready(self.start_router())
+        self._wait_for_pairs()
         write_ready_file(self.config.ready_file, self.describe())
 
     def start_worker(self, tier: str, index: int, *flags: str) -> Process:
@@ -216,6 +222,7 @@ class LocalCluster:
         cpus, threads = share_of_cores(first[tier] + index, config.num_workers)
         arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size)]
         arguments += ["--max-num-sequences", str(config.max_num_sequences), "--threads", str(threads)]
+        arguments += ["--drain-seconds", f"{config.drain_seconds:g}"]
         if cpus:
             arguments += ["--cpus", cpus]
         for flag, value in (("--num-pages", config.num_pages), ("--max-model-len", config.max_model_len)):
@@ -274,6 +281,7 @@ class LocalCluster:
 
     def _start_router(self, name: str, port: int, http_port: int, *flags: str) -> Process:
         arguments = ["--served-model-name", self.model_name, "--port", str(port), "--http-port", str(http_port)]
+        arguments += ["--drain-seconds", f"{self.config.drain_seconds:g}"]
         for tier in TIERS:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
             if addresses:
@@ -305,6 +313,20 @@ class LocalCluster:
             time.sleep(POLL_SECONDS)
         process.info = json.loads(process.ready_file.read_text())
 
+    def _wait_for_pairs(self, seconds: float = 30.0) -> None:
+        """A router is ready with its first pair; a cluster is with all of them. Raises StartFailed."""
+        config = self.config
+        wanted = config.num_prefill * config.num_decode + config.num_colocated
+        end = time.monotonic() + seconds
+        with Client(self.address) as client:
+            while (status := client.cluster_status()).ready_pairs < wanted:
+                if self._give_up():
+                    raise StartFailed("told to stop")
+                if time.monotonic() > end:
+                    reasons = "; ".join(f"{w.worker_id}: {w.reason}" for w in status.workers if w.reason)
+                    raise StartFailed(f"{status.ready_pairs} of {wanted} pairs are ready: {reasons}")
+                time.sleep(POLL_SECONDS)
+
     def describe(self) -> dict[str, object]:
         """Addresses and pids of all processes."""
 
@@ -329,7 +351,7 @@ class LocalCluster:
         for process in reversed(self.processes):
             with contextlib.suppress(ProcessLookupError):
                 process.popen.send_signal(signal.SIGTERM)
-        end = time.monotonic() + STOP_SECONDS
+        end = time.monotonic() + self.config.drain_seconds + STOP_SECONDS
         for process in self.processes:
             try:
                 process.popen.wait(max(0.1, end - time.monotonic()))

@@ -15,7 +15,8 @@ from protos import kv_pb2_grpc, worker_pb2
 from rpc.config import ConfigError
 from rpc.process import run_process
 from rpc.server import PortInUse
-from worker.process import WorkerParts, run_worker
+from worker.parts import WorkerParts
+from worker.process import run_worker
 
 EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
 

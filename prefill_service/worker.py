@@ -31,9 +31,11 @@ from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, Wr
 from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
-from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker.engine_loop import EngineLoop, PageOwners
+from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened
 from worker.load_reporter import LoadReporter
-from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.parts import WorkerParts
+from worker.process import MAX_FAILED_STEPS
 from worker.rate import Rate
 from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
 from worker.stamps import Stamps
@@ -84,11 +86,28 @@ class _Request:
         return self.lease_end is not None and time.monotonic() > self.lease_end
 
 
-class PrefillWorker:
+@dataclass(eq=False)
+class _Probe:
+    """Test pages on their way to a peer, for one router."""
+
+    session_id: int
+    probe_id: str
+    agent_name: str
+    page_us: float | None = None
+    """Time of the first write, of one page; the second one has all pages."""
+
+
+class PrefillWorker(EngineLoop):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:
-        self._parts, self._runner, self._vocab_size = parts, runner, parts.vocab_size
+        super().__init__(parts)
+        self._runner, self._vocab_size = runner, parts.vocab_size
+        self._probe_digest = parts.probe_pages.digest()
+        self._open_writes: set[PageWrite] = set()
+        self._connecting: dict[str, list[_Probe]] = {}
+        """Test pages to send to peers once they are connected."""
+        self._peers: dict[str, kv_pb2.TransferEndpoint] = {}
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = PrefillScheduler(
@@ -104,16 +123,26 @@ class PrefillWorker:
         """Which routers want which peer connected."""
         self._failed_steps = 0
 
-    def run(self) -> None:
-        """Runs until a Stop message."""
-        step: PrefillStep | None = None
-        while self._receive(wait=step is None):
-            step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
-            if step is not None:
-                self._drop_expired(step)
-                self._run_and_deliver(step)
-            self._report_load()
-            self._parts.sessions.flush()
+    def _step(self) -> bool:
+        step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
+        if step is not None:
+            self._drop_expired(step)
+            self._run_and_deliver(step)
+        return step is not None
+
+    def _has_open_work(self) -> bool:
+        return bool(self._requests or self._open_writes)
+
+    def _hand_over(self) -> None:
+        for request in list(self._requests.values()):
+            if request.computed_at is None:
+                self._fail(request, grpc.StatusCode.UNAVAILABLE, "the prefill worker ends", retryable=True)
+
+    def _page_owners(self) -> PageOwners:
+        return PageOwners(
+            tables=[r.sequence.page_table for r in self._requests.values()],
+            reads=[write.local_pages for write in self._open_writes if isinstance(write.tag, _Request)],
+        )
 
     def _drop_expired(self, step: PrefillStep) -> None:
         for sequence in step.expired:
@@ -162,14 +191,6 @@ class PrefillWorker:
 
     # receive
 
-    def _receive(self, wait: bool) -> bool:
-        """Handles what arrived. False: stop."""
-        for message in self._parts.inbox.take(wait):
-            if isinstance(message, Stop):
-                return False
-            self._handle(message)
-        return True
-
     def _handle(self, message: InboxMessage) -> None:
         match message:
             case SessionOpened(session_id):
@@ -186,7 +207,7 @@ class PrefillWorker:
             case WriteEnded():
                 self._on_write_ended(message)
             case PeerConnected(agent_name):
-                self._tell_peer_state(agent_name, True, "")
+                self._send_probes(agent_name)
             case PeerFailed(agent_name, reason):
                 self._on_peer_failed(agent_name, reason)
             case CloseTicket(asked, done):
@@ -205,9 +226,7 @@ class PrefillWorker:
                     self._end_early(found, "aborted by the router")
                     self._parts.metrics.count_end("aborted")
             case "connect_peer":
-                agent_name = request.connect_peer.endpoint.agent_name
-                self._peer_sessions.setdefault(agent_name, set()).add(session_id)
-                self._parts.transfers.connect(request.connect_peer.endpoint)
+                self._connect_peer(session_id, request.connect_peer)
             case "flush_cache":
                 self._cache.flush()
             case "forget_peer":
@@ -229,6 +248,10 @@ class PrefillWorker:
             cache_salt=command.cache_salt,
         )
         request = _Request(session_id, sequence, ticket, StopRule(command.stop))
+        if self._is_draining:
+            # It crossed the news on its way; the router has heard it by now.
+            self._send_failure(request, grpc.StatusCode.UNAVAILABLE, "the prefill worker is draining", retryable=True)
+            return
         if command.ticket.lease_ms:
             request.lease_end = time.monotonic() + command.ticket.lease_ms / 1e3
         refusal = self._refusal(request, command)
@@ -328,7 +351,7 @@ class PrefillWorker:
         first = request.ticket.first_page_index + write.first_page
         local_pages = tuple(request.sequence.page_table[first : first + write.num_pages])
         self._parts.pool.pin(local_pages)
-        self._parts.transfers.write(
+        self._post(
             PageWrite(
                 tag=request,
                 agent_name=request.ticket.agent_name,
@@ -338,8 +361,16 @@ class PrefillWorker:
             )
         )
 
+    def _post(self, write: PageWrite) -> None:
+        self._open_writes.add(write)
+        self._parts.transfers.write(write)
+
     def _on_write_ended(self, ended: WriteEnded) -> None:
+        self._open_writes.discard(ended.write)
         request = ended.write.tag
+        if isinstance(request, _Probe):
+            self._on_probe_written(request, ended)
+            return
         assert isinstance(request, _Request)
         self._parts.pool.unpin(ended.write.local_pages)
         request.ticket.write_ended(ended.ok)
@@ -421,6 +452,47 @@ class PrefillWorker:
 
     # peers and load
 
+    def _connect_peer(self, session_id: int, command: worker_pb2.ConnectPeerCommand) -> None:
+        """Gets ready to write to a peer, and then sends it test pages: its routers hear from it whether they came."""
+        agent_name = command.endpoint.agent_name
+        self._peer_sessions.setdefault(agent_name, set()).add(session_id)
+        self._peers[agent_name] = command.endpoint
+        self._connecting.setdefault(agent_name, []).append(_Probe(session_id, command.probe_id, agent_name))
+        self._parts.transfers.connect(command.endpoint)
+
+    def _send_probes(self, agent_name: str) -> None:
+        for probe in self._connecting.pop(agent_name, []):
+            self._send_probe(probe, num_pages=1, sha256=b"")
+
+    def _send_probe(self, probe: _Probe, num_pages: int, sha256: bytes) -> None:
+        message = kv_pb2.KvNotification(probe=kv_pb2.Probe(probe_id=probe.probe_id, sha256=sha256))
+        remote_first = self._peers[probe.agent_name].num_pages
+        write = PageWrite(
+            tag=probe,
+            agent_name=probe.agent_name,
+            local_pages=self._parts.probe_pages.page_ids[:num_pages],
+            remote_pages=tuple(range(remote_first, remote_first + num_pages)),
+            payload=message.SerializeToString(),
+        )
+        self._post(write)
+
+    def _on_probe_written(self, probe: _Probe, ended: WriteEnded) -> None:
+        if not ended.ok:
+            self._on_peer_failed(probe.agent_name, ended.reason)
+        elif probe.page_us is None:
+            probe.page_us = (ended.ended - ended.started) * 1e6
+            self._send_probe(probe, len(self._parts.probe_pages.page_ids), self._probe_digest)
+        else:
+            num_bytes = len(ended.write.local_pages) * self._parts.page_bytes
+            event = worker_pb2.PeerEvent(
+                agent_name=probe.agent_name,
+                ready=True,
+                probe_id=probe.probe_id,
+                page_us=probe.page_us,
+                gb_per_s=num_bytes / max(ended.ended - ended.started, 1e-9) / 1e9,
+            )
+            self._parts.sessions.add(probe.session_id, worker_pb2.SessionResponse(peer=event))
+
     def _forget_peer(self, session_id: int, agent_name: str) -> None:
         """One router does not want a peer any more; others may. Its own requests it aborts itself."""
         self._peer_sessions.get(agent_name, set()).discard(session_id)
@@ -432,20 +504,19 @@ class PrefillWorker:
             request.ticket.agent_name == agent_name for request in self._requests.values()
         ):
             del self._peer_sessions[agent_name]
+            self._peers.pop(agent_name, None)
+            self._connecting.pop(agent_name, None)
             self._parts.transfers.disconnect(agent_name)
 
     def _on_peer_failed(self, agent_name: str, reason: str) -> None:
         """A writer drops every ticket for a peer after one transport error."""
+        self._connecting.pop(agent_name, None)
         # Routers hear of the peer first, so that they do not bind a failed request to the same pair again.
-        self._tell_peer_state(agent_name, False, reason)
+        event = worker_pb2.PeerEvent(agent_name=agent_name, ready=False, reason=reason)
+        for session_id in self._peer_sessions.get(agent_name, set()) & set(self._parts.sessions.all_ids()):
+            self._parts.sessions.add(session_id, worker_pb2.SessionResponse(peer=event))
         for request in [r for r in self._requests.values() if r.ticket.agent_name == agent_name]:
             self._fail(request, grpc.StatusCode.UNAVAILABLE, reason, retryable=True)
-
-    def _tell_peer_state(self, agent_name: str, ready: bool, reason: str) -> None:
-        event = worker_pb2.PeerEvent(agent_name=agent_name, ready=ready, reason=reason)
-        open_sessions = set(self._parts.sessions.all_ids())
-        for session_id in self._peer_sessions.get(agent_name, set()) & open_sessions:
-            self._parts.sessions.add(session_id, worker_pb2.SessionResponse(peer=event))
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()

@@ -102,6 +102,7 @@ class TransferEndpoint(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_TYPE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
+    NUM_PROBE_PAGES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """Transport of this endpoint: "nixl" or "local"."""
     agent_name: _builtins.str
@@ -111,13 +112,15 @@ class TransferEndpoint(_message.Message):
     base_address: _builtins.int
     """Address of page 0 in the worker's own address space."""
     num_pages: _builtins.int
-    """Number of pages in the pool."""
+    """Number of pages in the pool, test pages not counted."""
     page_bytes: _builtins.int
     """Bytes of one page, all layers together."""
     memory_type: _builtins.str
     """Kind of memory: "DRAM" or "VRAM"."""
     device_id: _builtins.int
     """Index of the device that owns the memory; 0 for DRAM."""
+    num_probe_pages: _builtins.int
+    """Pages behind those of the pool that only tests of the connection are written to."""
     def __init__(
         self,
         *,
@@ -129,10 +132,11 @@ class TransferEndpoint(_message.Message):
         page_bytes: _builtins.int = ...,
         memory_type: _builtins.str = ...,
         device_id: _builtins.int = ...,
+        num_probe_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory_type", b"memory_type", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory_type", b"memory_type", "num_pages", b"num_pages", "num_probe_pages", b"num_probe_pages", "page_bytes", b"page_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,6 +200,7 @@ class KvNotification(_message.Message):
     CLOSED_FIELD_NUMBER: _builtins.int
     CLOSE_REASON_FIELD_NUMBER: _builtins.int
     ANSWER_ENDED_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request of the ticket."""
     attempt: _builtins.int
@@ -214,6 +219,10 @@ class KvNotification(_message.Message):
     def first_token(self) -> Global___FirstToken:
         """The first token, once it is known."""
 
+    @_builtins.property
+    def probe(self) -> Global___Probe:
+        """Test pages were written; then nothing else is set."""
+
     def __init__(
         self,
         *,
@@ -225,16 +234,43 @@ class KvNotification(_message.Message):
         closed: _builtins.bool = ...,
         close_reason: _builtins.str = ...,
         answer_ended: _builtins.bool = ...,
+        probe: Global___Probe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "first_token", b"first_token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "first_token", b"first_token", "probe", b"probe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "answer_ended", b"answer_ended", "attempt", b"attempt", "close_reason", b"close_reason", "closed", b"closed", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "answer_ended", b"answer_ended", "attempt", b"attempt", "close_reason", b"close_reason", "closed", b"closed", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "probe", b"probe", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token: _TypeAlias = _typing.Literal["first_token"]  # noqa: Y015
     _WhichOneofArgType__first_token: _TypeAlias = _typing.Literal["_first_token", b"_first_token"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token) -> _WhichOneofReturnType__first_token | None: ...
 
 Global___KvNotification: _TypeAlias = KvNotification  # noqa: Y015
+
+@_typing.final
+class Probe(_message.Message):
+    """Test pages, sent before a pair of workers is used."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBE_ID_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    probe_id: _builtins.str
+    """Names the test."""
+    sha256: _builtins.bytes
+    """SHA-256 of all test pages in order."""
+    def __init__(
+        self,
+        *,
+        probe_id: _builtins.str = ...,
+        sha256: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probe_id", b"probe_id", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Probe: _TypeAlias = Probe  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):

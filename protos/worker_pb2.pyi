@@ -95,6 +95,34 @@ STAGE_FINISHED: Stage.ValueType  # 7
 """The last token was chosen."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
+class _WorkerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
+    """Not said."""
+    WORKER_STATE_READY: _WorkerState.ValueType  # 1
+    """It does."""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 2
+    """It was told to end: what it has goes on, nothing new is taken."""
+    WORKER_STATE_FAULTY: _WorkerState.ValueType  # 3
+    """Something is wrong with it."""
+
+class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
+    """Whether a worker takes new work."""
+
+WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
+"""Not said."""
+WORKER_STATE_READY: WorkerState.ValueType  # 1
+"""It does."""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 2
+"""It was told to end: what it has goes on, nothing new is taken."""
+WORKER_STATE_FAULTY: WorkerState.ValueType  # 3
+"""Something is wrong with it."""
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
 @_typing.final
 class SessionRequest(_message.Message):
     """A command of a router."""
@@ -109,6 +137,7 @@ class SessionRequest(_message.Message):
     FORGET_PEER_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
     GENERATE_FIELD_NUMBER: _builtins.int
+    TRANSFER_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Opens the session."""
@@ -141,6 +170,10 @@ class SessionRequest(_message.Message):
     def generate(self) -> Global___GenerateCommand:
         """To colocated: compute a prompt and generate its answer."""
 
+    @_builtins.property
+    def transfer_done(self) -> Global___TransferDoneCommand:
+        """To decode: prefill has sent everything of a request."""
+
     def __init__(
         self,
         *,
@@ -152,12 +185,13 @@ class SessionRequest(_message.Message):
         forget_peer: Global___ForgetPeerCommand | None = ...,
         flush_cache: Global___FlushCacheCommand | None = ...,
         generate: Global___GenerateCommand | None = ...,
+        transfer_done: Global___TransferDoneCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve", "transfer_done", b"transfer_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve", "transfer_done", b"transfer_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache", "generate"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache", "generate", "transfer_done"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -179,6 +213,9 @@ class SessionResponse(_message.Message):
     TRANSFER_FINISHED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo:
         """Who the worker is."""
@@ -219,6 +256,18 @@ class SessionResponse(_message.Message):
     def preempted(self) -> Global___PreemptedEvent:
         """A sequence is handed back."""
 
+    @_builtins.property
+    def state(self) -> Global___WorkerStateEvent:
+        """Whether the worker takes new work."""
+
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Nothing happened, but the worker lives."""
+
+    @_builtins.property
+    def probed(self) -> Global___ProbedEvent:
+        """From decode: test pages of a prefill worker came."""
+
     def __init__(
         self,
         *,
@@ -232,12 +281,15 @@ class SessionResponse(_message.Message):
         transfer_finished: Global___TransferFinishedEvent | None = ...,
         cache: Global___CacheEvents | None = ...,
         preempted: Global___PreemptedEvent | None = ...,
+        state: Global___WorkerStateEvent | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        probed: Global___ProbedEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "probed", b"probed", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "probed", b"probed", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache", "preempted"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache", "preempted", "state", "heartbeat", "probed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -706,15 +758,46 @@ class AbortCommand(_message.Message):
 Global___AbortCommand: _TypeAlias = AbortCommand  # noqa: Y015
 
 @_typing.final
+class TransferDoneCommand(_message.Message):
+    """Prefill has sent all pages of a request, so their notification is there or lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Request."""
+    attempt: _builtins.int
+    """Which try."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferDoneCommand: _TypeAlias = TransferDoneCommand  # noqa: Y015
+
+@_typing.final
 class ConnectPeerCommand(_message.Message):
-    """Get ready to write to a decode worker."""
+    """Get ready to write to a decode worker.
+    It answers with PeerEvent; the decode worker tells its routers when the test pages came (ProbedEvent).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    PROBE_ID_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """Incarnation of the decode worker."""
+    probe_id: _builtins.str
+    """Names the test pages to send once connected."""
     @_builtins.property
     def endpoint(self) -> _kv_pb2.TransferEndpoint:
         """How its pages are reached."""
@@ -724,10 +807,11 @@ class ConnectPeerCommand(_message.Message):
         *,
         incarnation_id: _builtins.str = ...,
         endpoint: _kv_pb2.TransferEndpoint | None = ...,
+        probe_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation_id", b"incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation_id", b"incarnation_id", "probe_id", b"probe_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -981,10 +1065,13 @@ class PreemptedEvent(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request."""
     attempt: _builtins.int
     """Which try."""
+    is_draining: _builtins.bool
+    """The worker is draining; else it ran out of pages."""
     @_builtins.property
     def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Every output token so far, those of earlier attempts included."""
@@ -995,14 +1082,92 @@ class PreemptedEvent(_message.Message):
         request_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "output_token_ids", b"output_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_draining", b"is_draining", "output_token_ids", b"output_token_ids", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PreemptedEvent: _TypeAlias = PreemptedEvent  # noqa: Y015
+
+@_typing.final
+class WorkerStateEvent(_message.Message):
+    """Sent to every new session after WorkerInfo, and when it changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    IS_STUCK_FIELD_NUMBER: _builtins.int
+    state: Global___WorkerState.ValueType
+    """The state."""
+    reason: _builtins.str
+    """Why it takes no work, in words."""
+    is_stuck: _builtins.bool
+    """Nothing moves there any more: what it has is to go on elsewhere."""
+    def __init__(
+        self,
+        *,
+        state: Global___WorkerState.ValueType = ...,
+        reason: _builtins.str = ...,
+        is_stuck: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_stuck", b"is_stuck", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerStateEvent: _TypeAlias = WorkerStateEvent  # noqa: Y015
+
+@_typing.final
+class Heartbeat(_message.Message):
+    """Sent every second, so that a router knows a silent worker from a frozen one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ProbedEvent(_message.Message):
+    """What became of the test pages that a prefill worker was asked to send with ConnectPeerCommand."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WRITER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    PROBE_ID_FIELD_NUMBER: _builtins.int
+    EQUAL_FIELD_NUMBER: _builtins.int
+    writer_agent_name: _builtins.str
+    """Agent of the prefill worker."""
+    probe_id: _builtins.str
+    """From the command."""
+    equal: _builtins.bool
+    """Every byte came as it was sent."""
+    def __init__(
+        self,
+        *,
+        writer_agent_name: _builtins.str = ...,
+        probe_id: _builtins.str = ...,
+        equal: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "probe_id", b"probe_id", "writer_agent_name", b"writer_agent_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbedEvent: _TypeAlias = ProbedEvent  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
@@ -1181,22 +1346,34 @@ class PeerEvent(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PROBE_ID_FIELD_NUMBER: _builtins.int
+    PAGE_US_FIELD_NUMBER: _builtins.int
+    GB_PER_S_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Agent of the decode worker."""
     ready: _builtins.bool
     """Pages can be moved."""
     reason: _builtins.str
     """Why not."""
+    probe_id: _builtins.str
+    """From the command, if the peer is ready: its test pages are sent."""
+    page_us: _builtins.float
+    """Time to write one page, in microseconds."""
+    gb_per_s: _builtins.float
+    """Rate of writing all test pages, in GB/s."""
     def __init__(
         self,
         *,
         agent_name: _builtins.str = ...,
         ready: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        probe_id: _builtins.str = ...,
+        page_us: _builtins.float = ...,
+        gb_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "ready", b"ready", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "gb_per_s", b"gb_per_s", "page_us", b"page_us", "probe_id", b"probe_id", "ready", b"ready", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

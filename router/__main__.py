@@ -26,7 +26,6 @@ from rpc.server import PortInUse, RpcServer
 log = logging.getLogger(__name__)
 
 EXPECTED_ERRORS = (TokenizerError, PortInUse, ConfigError)
-STOP_GRACE_SECONDS = 2.0
 READINESS_POLL_SECONDS = 0.05
 
 
@@ -58,7 +57,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         why_not_ready=lambda: "" if dispatcher.pool.ready_pairs() else dispatcher.pool.why_not_ready(),
         count_end=lambda status: metrics.ended.labels(status).inc(),
     )
-    http = HttpServer(http_api.app, config.process.host, config.http_port)
+    http = HttpServer(http_api.app, config.process.host, config.http_port, config.drain_seconds)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
     await server.start()
     http.start()
@@ -95,9 +94,10 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
             await asyncio.wait_for(stop.wait(), READINESS_POLL_SECONDS)
         except TimeoutError:
             continue
-    log.info("router stops")
+    log.info("router drains", extra={"running": dispatcher.num_running, "queued": dispatcher.num_queued})
     await server.set_ready(False)
-    await asyncio.gather(server.stop(STOP_GRACE_SECONDS), http.stop())
+    # Clients are told to connect elsewhere (GOAWAY, closed listeners); what runs goes on.
+    await asyncio.gather(server.stop(config.drain_seconds), http.stop())
     await dispatcher.pool.close()
     return 0
 

@@ -12,6 +12,7 @@ from rpc.config import ProcessConfig
 
 Admission = Literal["always", "predictive"]
 Routing = Literal["cache_aware", "round_robin"]
+MIN_SILENCE_SECONDS = 3.0
 DNS_PREFIX = "dns:///"
 """Before a name whose addresses are all workers, as gRPC writes it."""
 
@@ -41,6 +42,12 @@ class RouterConfig:
     """Name of this router in the workers' logs."""
     worker_loss_seconds: float = 30.0
     """A request that had workers and lost the last usable pair waits this long for another before it fails."""
+
+    worker_silence_seconds: float = 10.0
+    """A worker that was not heard of for this long counts as lost (it says something every second): its requests go on
+    elsewhere, and it is connected anew."""
+    drain_seconds: float = 120.0
+    """On SIGTERM nothing new is taken, and what runs may run for this long; a second SIGTERM ends it at once."""
 
     http_port: int = 0
     """Port of the OpenAI-compatible HTTP front, on the same host; 0 picks a free one."""
@@ -84,5 +91,12 @@ class RouterConfig:
                 raise ValueError(f"{flag} is {limit}; it must be above 0")
         if self.max_unread_tokens < 1:
             raise ValueError(f"--max-unread-tokens is {self.max_unread_tokens}; at least 1 is needed")
+        if self.worker_silence_seconds < MIN_SILENCE_SECONDS:
+            raise ValueError(
+                f"--worker-silence-seconds is {self.worker_silence_seconds:g}; "
+                f"at least {MIN_SILENCE_SECONDS:g} are needed, since workers speak once a second"
+            )
+        if self.drain_seconds < 0:
+            raise ValueError(f"--drain-seconds is {self.drain_seconds:g}; it can't be negative")
         if self.worker_loss_seconds < 0:
             raise ValueError(f"--worker-loss-seconds is {self.worker_loss_seconds}; it can't be negative")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from typing import Literal
 
 from protos import worker_pb2
 from router.config import RouterConfig
@@ -17,23 +19,37 @@ from rpc.errors import Cancelled, Internal, RequestError, ResourceExhausted, Una
 
 log = logging.getLogger(__name__)
 
+RetryLimit = Literal["count", "time"]
+FIRST_REST_SECONDS = 0.05
+LONGEST_REST_SECONDS = 2.0
+"""Pauses before further attempts but the first since the last token; each is drawn from around twice the one before."""
+
 
 class Dispatcher:
     """Owns the queue and all running requests. Lives on the event loop; nothing here blocks."""
 
     def __init__(self, config: RouterConfig, tokenizer_hash: str, metrics: RouterMetrics) -> None:
-        self.pool = WorkerPool(config.router_id, tokenizer_hash, self._on_event, self._on_lost, self._bind_waiting)
+        self.pool = WorkerPool(
+            config.router_id,
+            tokenizer_hash,
+            self._on_event,
+            self._on_lost,
+            self._bind_waiting,
+            config.worker_silence_seconds,
+        )
         self._config, self._metrics = config, metrics
         self._queue = RequestQueue()
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
         self._num_bound = 0
+        self._resting: set[Request] = set()
+        """Requests that wait a moment before another attempt."""
         self._num_announced = self._announced_tokens = 0
 
     @property
     def num_queued(self) -> int:
         """Requests that wait for a pair."""
-        return len(self._queue)
+        return len(self._queue) + len(self._resting)
 
     @property
     def num_running(self) -> int:
@@ -164,8 +180,7 @@ class Dispatcher:
         if prefill is decode:
             self._generate(request, decode)
             return
-        prefill.requests.add(request)
-        decode.requests.add(request)
+        prefill.requests[request] = decode.requests[request] = None
         self._running[request.wire_id, request.attempt] = request
         command = worker_pb2.ReserveCommand(
             request_id=request.wire_id,
@@ -187,7 +202,7 @@ class Dispatcher:
         """A colocated worker does both phases: one leg, which counts as the decode leg."""
         request.state = RequestState.RUNNING
         request.prefill = None
-        worker.requests.add(request)
+        worker.requests[request] = None
         self._running[request.wire_id, request.attempt] = request
         command = worker_pb2.GenerateCommand(
             request_id=request.wire_id,
@@ -299,15 +314,19 @@ class Dispatcher:
         )
 
     def _on_preempted(self, request: Request, event: worker_pb2.PreemptedEvent) -> None:
-        """Its decode worker ran out of pages: it goes on from its next token, ahead of new requests."""
+        """Its worker ran out of pages, or ends: it goes on from its next token, ahead of new requests."""
         self._close_leg(request, "decode", abort=False)
-        request.take_preempted(event.output_token_ids)
-        self._metrics.retries.labels("preempted").inc()
-        self._retry(request, Unavailable("its decode worker ran out of pages"), is_fruitless=False)
+        request.take_preempted(event.output_token_ids, counts=not event.is_draining)
+        self._metrics.retries.labels("draining" if event.is_draining else "preempted").inc()
+        reason = "its decode worker is draining" if event.is_draining else "its decode worker ran out of pages"
+        self._retry(request, Unavailable(reason), limit=None)
 
     def _on_transfer_finished(self, request: Request, event: worker_pb2.TransferFinishedEvent) -> None:
         request.take_transfer(event.kv_transfer)
         self._close_leg(request, "prefill", abort=False)
+        if request.decode is not None and not request.is_answered:
+            done = worker_pb2.TransferDoneCommand(request_id=request.wire_id, attempt=request.attempt)
+            request.decode.send(worker_pb2.SessionRequest(transfer_done=done))
         self._finish_if_over(request)
         self._bind_waiting()
 
@@ -319,18 +338,19 @@ class Dispatcher:
             self._finish_if_over(request)
         elif failed.retryable:
             self._metrics.retries.labels("leg_failed").inc()
-            self._retry(request, error)
+            # A connection that fails says nothing about the request; a step that fails may be its fault.
+            self._retry(request, error, limit="time" if isinstance(error, Unavailable) else "count")
         else:
             self._finish(request, error)
 
     def _on_lost(self, link: WorkerLink) -> None:
-        """A session broke: what ran there goes on elsewhere, from its next token."""
+        """A session broke, or nothing moves there: what ran there goes on elsewhere, from its next token."""
         lost = list(link.requests)
         log.warning("requests lose a worker", extra={"worker": link.address, "requests": len(lost)})
         # The only leg of a colocated worker is the decode leg.
         tier = "prefill" if link.tier == worker_pb2.TIER_PREFILL else "decode"
         for request in lost:
-            self._close_leg(request, tier, abort=False)
+            self._close_leg(request, tier, abort=link.is_open)
             if request.is_answered:
                 self._finish_if_over(request)
             elif tier == "decode" or request.num_attempt_tokens < 2:
@@ -340,16 +360,23 @@ class Dispatcher:
 
     # ends
 
-    def _retry(self, request: Request, error: RequestError, is_fruitless: bool = True) -> None:
-        """Another attempt, ahead of newer requests, unless too many in a row brought no token.
+    def _retry(self, request: Request, error: RequestError, limit: RetryLimit | None = "count") -> None:
+        """Another attempt, ahead of newer requests, unless too many in a row brought no token, or for too long.
 
-        is_fruitless: whether this one counts, if it brought none.
+        limit: how this one counts, if it brought none. Those that count by number may be the request's own fault: it
+        must not take one worker after the other down.
         """
         self._end_attempt(request)
-        request.num_fruitless = 0 if request.num_attempt_tokens else request.num_fruitless + is_fruitless
-        if request.num_fruitless >= MAX_FRUITLESS_ATTEMPTS:
+        now = time.monotonic()
+        if request.num_attempt_tokens or request.fruitless_since is None:
+            request.num_fruitless, request.fruitless_since = 0, now
+        if not request.num_attempt_tokens:
+            request.num_fruitless += limit == "count"
+        was_long = limit == "time" and now - request.fruitless_since >= self._config.worker_loss_seconds
+        if request.num_fruitless >= MAX_FRUITLESS_ATTEMPTS or was_long:
             self._finish(request, error)
             return
+        brought_tokens = request.num_attempt_tokens > 0
         request.begin_attempt()
         log.info(
             "request goes on elsewhere",
@@ -360,8 +387,21 @@ class Dispatcher:
                 "reason": error.message,
             },
         )
-        self._queue.put_back(request)
-        self._bind_waiting()
+        request.num_retries += 1
+        if brought_tokens or limit is None or request.num_retries == 1:
+            self._queue.put_back(request)
+            self._bind_waiting()
+            return
+        # Not at once again: whatever fails may need a moment, and all that met it must not come back together.
+        pause = min(FIRST_REST_SECONDS * 2 ** (request.num_retries - 2), LONGEST_REST_SECONDS)
+        self._resting.add(request)
+        asyncio.get_running_loop().call_later(pause * random.uniform(0.5, 1.5), self._end_rest, request)
+
+    def _end_rest(self, request: Request) -> None:
+        if request in self._resting:
+            self._resting.discard(request)
+            self._queue.put_back(request)
+            self._bind_waiting()
 
     def _finish_if_over(self, request: Request) -> None:
         """The answer is whole once its last token is known and both legs are closed: then the numbers are final."""
@@ -370,6 +410,7 @@ class Dispatcher:
 
     def _finish(self, request: Request, error: RequestError | None) -> None:
         self._end_attempt(request)
+        self._resting.discard(request)
         if request in self._queue:
             self._queue.remove(request)
         if request.state is not RequestState.FINISHED:
@@ -393,7 +434,7 @@ class Dispatcher:
         if link is None:
             return
         setattr(request, leg, None)
-        link.requests.discard(request)
+        link.requests.pop(request, None)
         if abort:
             command = worker_pb2.AbortCommand(
                 request_id=request.wire_id, attempt=request.attempt, is_complete=is_complete

@@ -449,8 +449,8 @@ def _event(chunk: dict[str, Any]) -> str:
 class HttpServer:
     """Runs the app on the current event loop."""
 
-    def __init__(self, app: Starlette, host: str, port: int) -> None:
-        """Binds the port; 0 picks a free one. Raises PortInUse."""
+    def __init__(self, app: Starlette, host: str, port: int, drain_seconds: float = 2.0) -> None:
+        """Binds the port; 0 picks a free one. Raises PortInUse. drain_seconds: for what runs when it is stopped."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # With the protocol named: only then asyncio sets TCP_NODELAY, without which tokens wait 40 ms for each other.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -461,7 +461,13 @@ class HttpServer:
             self._socket.close()
             raise PortInUse(f"--http-port is {port}, which can't be used on {host}: {error}") from error
         self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(app, log_config=None, lifespan="off", access_log=False, timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -470,7 +476,7 @@ class HttpServer:
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
 
     async def stop(self) -> None:
-        """Takes nothing new, gives what runs 2 seconds, and ends."""
+        """Takes nothing new, lets what runs end in its time, and ends."""
         self._server.should_exit = True
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):

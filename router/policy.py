@@ -58,7 +58,10 @@ def score(request: Request, pairs: Iterable[Pair]) -> list[tuple[tuple[float, fl
     What a prefix cache has need not be computed, or not be sent. Affinity of sessions follows from that, and a worker
     that is gone is forgotten with its cache.
     """
-    return [((pending_tokens(p) + uncached_tokens(p, request), _pages_after(d, request)), (p, d)) for p, d in pairs]
+    pairs = list(pairs)
+    tokens = {p: pending_tokens(p) + uncached_tokens(p, request) for p in {p for p, _ in pairs}}
+    pages = {d: _pages_after(d, request) for d in {d for _, d in pairs}}
+    return [((tokens[p], pages[d]), (p, d)) for p, d in pairs]
 
 
 def score_turns(pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
@@ -81,10 +84,15 @@ def uncached_tokens(prefill: WorkerLink, request: Request) -> int:
 
 
 def _pages_after(decode: WorkerLink, request: Request) -> float:
-    """Share of a decode worker's pages that are not to be had, less what it has of the prompt already."""
+    """Share of a decode worker's pages that are not to be had, less what it has of the prompt already.
+
+    Those that were asked for a moment ago count, though the worker has not reported them yet.
+    """
     assert decode.info is not None
-    reused = cached_tokens(decode, request) / max(1, decode.info.limits.page_size)
-    return pages_taken(decode) - reused / decode.info.limits.num_pages
+    page_size, num_pages = decode.info.limits.page_size, decode.info.limits.num_pages
+    asked = sum(_pages(len(r.token_ids), page_size) for r in decode.requests if r.is_reserving)
+    reused = cached_tokens(decode, request) // max(1, page_size)
+    return pages_taken(decode) + (asked - reused) / num_pages
 
 
 def pick(scored: Seq[tuple[tuple[float, float], Pair]]) -> Pair | None:

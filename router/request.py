@@ -77,7 +77,11 @@ class Request:
     unservable_since: float | None = None
     """time.monotonic() since when no present pair could serve it."""
     num_fruitless: int = 0
-    """Attempts in a row that brought no token."""
+    """Attempts in a row that brought no token, and may have been its own fault."""
+    fruitless_since: float | None = None
+    """time.monotonic() of the first failure since the last token."""
+    num_retries: int = 0
+    """Further attempts since the last token."""
     model_hashes: tuple[str, str] | None = None
     """Which model began the answer; no other may go on with it."""
     was_preempted: bool = False
@@ -106,6 +110,11 @@ class Request:
         config.CopyFrom(self.checked.sampling)
         config.prompt_logprobs &= not self.output_token_ids
         return config
+
+    @property
+    def is_reserving(self) -> bool:
+        """Its decode worker was asked for pages and has not answered yet."""
+        return self.state is RequestState.RESERVING
 
     @property
     def max_num_tokens(self) -> int:
@@ -161,12 +170,16 @@ class Request:
             if not self.output_token_ids:
                 self.stamp_now("first_token")
             self.output_token_ids += ready.token_ids
+            self.num_retries = 0
             self.is_answered |= ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
             self.output.add(ready)
 
-    def take_preempted(self, output_token_ids: Seq[int]) -> None:
-        """Takes the tokens of a request that was handed back, if its first one is still on its way from prefill."""
-        self.was_preempted = True
+    def take_preempted(self, output_token_ids: Seq[int], counts: bool = True) -> None:
+        """Takes the tokens of a request that was handed back, if its first one is still on its way from prefill.
+
+        counts: pages were short, so it is not the next to be handed back.
+        """
+        self.was_preempted |= counts
         missing = output_token_ids[len(self.output_token_ids) :]
         wants_more = self.sampling.HasField("num_logprobs") or self.sampling.prompt_logprobs
         if missing and not wants_more:

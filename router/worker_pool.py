@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from socket import SOCK_STREAM
@@ -28,6 +29,23 @@ RESOLVE_SECONDS = 2.0
 """Time between two looks at the addresses of a name."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
+PROBE_SECONDS = 5.0
+"""A pair whose test pages were not told of for this long is connected anew."""
+SILENCE_LOOK_SECONDS = 0.5
+
+
+class _Probe:
+    """Test pages that a prefill worker is asked to send to a decode worker."""
+
+    def __init__(self) -> None:
+        self.probe_id = secrets.token_hex(8)
+        self.result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Empty if they came as they were sent, else what went wrong."""
+
+    def end(self, reason: str) -> None:
+        """The first end counts."""
+        if not self.result.done():
+            self.result.set_result(reason)
 
 
 class WorkerLink:
@@ -45,7 +63,8 @@ class WorkerLink:
         self.last_seen = time.monotonic()
         self.is_full = False
         """It refused a reservation and has not reported since."""
-        self.requests: set[Request] = set()
+        self.requests: dict[Request, None] = {}
+        """Bound to it, in the order of binding."""
         self.num_prompts_sent = 0
         """In this session."""
         self.last_bound = 0
@@ -53,13 +72,24 @@ class WorkerLink:
         self.cached_pages: set[bytes] = set()
         """Keys of pages its prefix cache holds, from its cache events."""
         self.ready_peers: set[str] = set()
-        """Agent names of decode workers that this prefill worker can write to."""
+        """Agent names of decode workers that got this prefill worker's test pages."""
+        self.probes: dict[str, _Probe] = {}
+        """Tests that run, by agent name of the decode worker."""
+        self.probing = asyncio.Lock()
+        """Held while a test of this decode worker runs."""
+        self.takes_work = True
+        """It is neither draining nor faulty."""
         self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
 
     @property
     def is_open(self) -> bool:
         """Whether commands reach the worker."""
         return self.info is not None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether new requests may be bound to it."""
+        return self.info is not None and self.takes_work
 
     @property
     def name(self) -> str:
@@ -90,10 +120,12 @@ class WorkerPool:
         on_event: EventHandler,
         on_lost: Callable[[WorkerLink], None],
         on_change: Callable[[], None],
+        silence_seconds: float = 10.0,
     ) -> None:
         """on_event: an event for requests; on_lost: a session broke; on_change: pairs or load changed."""
         self._router_id, self._tokenizer_hash = router_id, tokenizer_hash
         self._on_event, self._on_lost, self._on_change = on_event, on_lost, on_change
+        self._silence_seconds = silence_seconds
         self.prefill: list[WorkerLink] = []
         self.decode: list[WorkerLink] = []
         self.colocated: list[WorkerLink] = []
@@ -150,12 +182,12 @@ class WorkerPool:
 
     def ready_pairs(self) -> list[tuple[WorkerLink, WorkerLink]]:
         """Pairs (prefill, decode) that can move pages. A colocated worker is a pair with itself."""
-        alone = [(link, link) for link in self.colocated if link.is_open]
+        alone = [(link, link) for link in self.colocated if link.is_usable]
         return alone + [
             (prefill, decode)
             for prefill in self.prefill
             for decode in self.decode
-            if prefill.is_open and decode.is_open and decode.agent_name in prefill.ready_peers
+            if prefill.is_usable and decode.is_usable and decode.agent_name in prefill.ready_peers
         ]
 
     def slowdown(self) -> int:
@@ -205,6 +237,8 @@ class WorkerPool:
                 # Only a session that was open can be lost; before that the worker is simply not there yet.
                 link.state = "lost" if link.is_open else "connecting"
                 link.reason = f"{error.code().name}: {error.details()}"
+            except _Silent as error:
+                link.state, link.reason = "lost", str(error)
             except _Refused as error:
                 link.state, link.reason = "refused", str(error)
                 log.error("worker refused", extra={"address": link.address, "reason": link.reason})
@@ -237,23 +271,53 @@ class WorkerPool:
         async with open_channel(link.address) as channel:
             stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Session(self._outgoing(link))
+            link.last_seen = time.monotonic()
+            watch = asyncio.get_running_loop().create_task(self._end_if_silent(link, call))
             try:
                 async for event in call:
-                    link.last_seen = time.monotonic()
-                    if event.HasField("info"):
-                        self._open_link(link, event.info)
-                    elif event.HasField("peer"):
-                        self._on_peer(link, event.peer)
-                    elif event.HasField("cache"):
-                        link.cached_pages.difference_update(event.cache.evicted)
-                        link.cached_pages.update(event.cache.added)
-                    elif event.HasField("load"):
-                        link.load, link.is_full = event.load, False
-                        self._on_change()
-                    else:
-                        self._on_event(link, event)
+                    self.receive(link, event)
+            except asyncio.CancelledError:
+                if watch.done():
+                    raise _Silent(f"nothing was heard of it for {self._silence_seconds:g} s") from None
+                raise
             finally:
+                watch.cancel()
                 call.cancel()
+
+    def receive(self, link: WorkerLink, event: worker_pb2.SessionResponse) -> None:
+        """Acts on an event of a worker."""
+        link.last_seen = time.monotonic()
+        match event.WhichOneof("event"):
+            case "info":
+                self._open_link(link, event.info)
+            case "peer":
+                self._on_peer(link, event.peer)
+            case "probed":
+                self._on_probed(link, event.probed)
+            case "state":
+                self._on_state(link, event.state)
+            case "cache":
+                link.cached_pages.difference_update(event.cache.evicted)
+                link.cached_pages.update(event.cache.added)
+            case "load":
+                link.load, link.is_full = event.load, False
+                self._on_change()
+            case "heartbeat":
+                pass
+            case _:
+                self._on_event(link, event)
+
+    async def _end_if_silent(self, link: WorkerLink, call: Any) -> None:
+        """Ends a session whose worker is frozen, or cut off without a trace."""
+        while True:
+            slept_at = time.monotonic()
+            await asyncio.sleep(SILENCE_LOOK_SECONDS)
+            now = time.monotonic()
+            # If this process itself was held up, what the worker said meanwhile is not read yet.
+            was_held_up = now - slept_at > 2 * SILENCE_LOOK_SECONDS
+            if not was_held_up and now - link.last_seen > self._silence_seconds:
+                call.cancel()
+                return
 
     async def _outgoing(self, link: WorkerLink) -> AsyncIterator[worker_pb2.SessionRequest]:
         hello = worker_pb2.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
@@ -271,6 +335,7 @@ class WorkerPool:
                 f"router {self._tokenizer_hash[:12]})"
             )
         link.info, link.state, link.reason = info, "ready", ""
+        link.takes_work = True
         link.num_prompts_sent = 0
         link.load = worker_pb2.LoadReport(free_pages=info.limits.num_pages)
         link.is_full = False
@@ -288,16 +353,21 @@ class WorkerPool:
         agent_name = link.agent_name
         link.info = None
         link.ready_peers.clear()
+        for probe in link.probes.values():
+            probe.end("the prefill worker is gone")
+        link.probes.clear()
         if link.tier == worker_pb2.TIER_DECODE:
             for prefill in self.prefill:
                 prefill.ready_peers.discard(agent_name)
+                if agent_name in prefill.probes:
+                    prefill.probes.pop(agent_name).end("the decode worker is gone")
                 forget = worker_pb2.ForgetPeerCommand(agent_name=agent_name)
                 prefill.send(worker_pb2.SessionRequest(forget_peer=forget))
         self._on_lost(link)
         self._on_change()
 
     def _connect_pair(self, prefill: WorkerLink, decode: WorkerLink) -> None:
-        """Asks a prefill worker to get ready for a decode worker, if their pages mean the same."""
+        """Begins to get a pair ready, if the pages of both mean the same."""
         assert prefill.info is not None and decode.info is not None
         try:
             check_equal(
@@ -307,29 +377,92 @@ class WorkerPool:
             prefill.reason = decode.reason = f"not paired: {error}"
             log.error("pair refused", extra={"prefill": prefill.name, "decode": decode.name, "reason": str(error)})
             return
-        connect = worker_pb2.ConnectPeerCommand(
-            incarnation_id=decode.info.incarnation_id, endpoint=decode.info.endpoint
-        )
-        prefill.send(worker_pb2.SessionRequest(connect_peer=connect))
+        if decode.agent_name not in prefill.probes:
+            prefill.probes[decode.agent_name] = _Probe()
+            self._start(self._get_ready(prefill, prefill.info, decode, decode.info))
+
+    async def _get_ready(
+        self, prefill: WorkerLink, writer: worker_pb2.WorkerInfo, decode: WorkerLink, owner: worker_pb2.WorkerInfo
+    ) -> None:
+        """Sends test pages until they come as they were sent, or one of the two is gone."""
+        agent_name = owner.endpoint.agent_name
+        pause = FIRST_PAUSE_SECONDS
+        while prefill.info is writer and decode.info is owner:
+            # One after the other: there is only one set of pages to send them to.
+            async with decode.probing:
+                probe = prefill.probes[agent_name] = _Probe()
+                connect = worker_pb2.ConnectPeerCommand(
+                    incarnation_id=owner.incarnation_id, endpoint=owner.endpoint, probe_id=probe.probe_id
+                )
+                prefill.send(worker_pb2.SessionRequest(connect_peer=connect))
+                try:
+                    reason = await asyncio.wait_for(probe.result, PROBE_SECONDS)
+                except TimeoutError:
+                    reason = f"test pages did not come to {decode.name} within {PROBE_SECONDS:g} s"
+            if prefill.info is not writer or decode.info is not owner:
+                return
+            if not reason:
+                del prefill.probes[agent_name]
+                prefill.ready_peers.add(agent_name)
+                prefill.reason = decode.reason = ""
+                log.info("pair ready", extra={"prefill": prefill.name, "decode": decode.name})
+                self._on_change()
+                return
+            prefill.reason = reason
+            log.warning("pair not ready", extra={"prefill": prefill.name, "decode": decode.name, "reason": reason})
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
     def _on_peer(self, prefill: WorkerLink, event: worker_pb2.PeerEvent) -> None:
         if event.ready:
-            prefill.ready_peers.add(event.agent_name)
-            log.info("pair ready", extra={"prefill": prefill.name, "decode": event.agent_name})
-        else:
-            prefill.ready_peers.discard(event.agent_name)
-            log.warning(
-                "pair failed", extra={"prefill": prefill.name, "decode": event.agent_name, "reason": event.reason}
+            log.info(
+                "test pages sent",
+                extra={
+                    "prefill": prefill.name,
+                    "decode": event.agent_name,
+                    "page_us": round(event.page_us),
+                    "gb_per_s": round(event.gb_per_s, 2),
+                },
             )
-            self._start(self._reconnect_pair(prefill, event.agent_name))
+            return
+        reason = f"the connection to {event.agent_name} failed: {event.reason}"
+        if (probe := prefill.probes.get(event.agent_name)) is not None:
+            probe.end(reason)
+            return
+        # It was ready. A failure is not for ever.
+        prefill.ready_peers.discard(event.agent_name)
+        prefill.reason = reason
+        log.warning("pair failed", extra={"prefill": prefill.name, "decode": event.agent_name, "reason": event.reason})
+        for decode in self.decode:
+            if decode.is_open and decode.agent_name == event.agent_name:
+                self._connect_pair(prefill, decode)
         self._on_change()
 
-    async def _reconnect_pair(self, prefill: WorkerLink, agent_name: str) -> None:
-        """A failure is not for ever: tries again while both are there."""
-        await asyncio.sleep(LONGEST_PAUSE_SECONDS * random.uniform(0.25, 0.75))
-        for decode in self.decode:
-            if decode.is_open and decode.agent_name == agent_name and prefill.is_open:
-                self._connect_pair(prefill, decode)
+    def _on_probed(self, decode: WorkerLink, event: worker_pb2.ProbedEvent) -> None:
+        """A decode worker looked at test pages, ours or another router's."""
+        for prefill in self.prefill:
+            probe = prefill.probes.get(decode.agent_name)
+            if probe is not None and probe.probe_id == event.probe_id:
+                # Where they differ, another router's test may have come across.
+                probe.end("" if event.equal else f"its test pages did not come to {decode.name} as they were sent")
+
+    def _on_state(self, link: WorkerLink, event: worker_pb2.WorkerStateEvent) -> None:
+        link.takes_work = event.state == worker_pb2.WORKER_STATE_READY
+        link.state = worker_pb2.WorkerState.Name(event.state).removeprefix("WORKER_STATE_").lower()
+        if event.reason or not link.takes_work:
+            log.warning(
+                "worker takes no work", extra={"worker": link.name, "state": link.state, "reason": event.reason}
+            )
+            link.reason = event.reason
+        elif link.reason:
+            link.reason = ""
+        if event.is_stuck:
+            self._on_lost(link)
+        self._on_change()
+
+
+class _Silent(Exception):
+    """A worker that says nothing."""
 
 
 class _Refused(Exception):

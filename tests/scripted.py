@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import defaultdict
 
 import torch
@@ -54,3 +55,34 @@ class FakeSessions:
 
     def of(self, kind, session_id=1):
         return [getattr(e, kind) for e in self.events[session_id] if e.HasField(kind)]
+
+
+class FakeProbePages:
+    """Two test pages behind a pool of 8 pages or what a test says; what is in them is what `content` says."""
+
+    def __init__(self, page_ids=(8, 9), content=b"noise"):
+        self.page_ids, self.content = page_ids, content
+
+    def digest(self):
+        return hashlib.sha256(self.content).digest()
+
+    def clear(self):
+        self.content = b""
+
+
+class ImmediateLoop:
+    """Runs what is handed to an event loop at once, and keeps what is for later."""
+
+    def __init__(self):
+        self.later = []
+
+    def call_soon_threadsafe(self, function, *arguments):
+        function(*arguments)
+
+    def call_later(self, seconds, function, *arguments):
+        self.later.append((seconds, function, arguments))
+
+    def pass_time(self):
+        later, self.later = self.later, []
+        for _, function, arguments in later:
+            function(*arguments)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 import uuid
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.config import EngineConfig
 from rpc.config import ProcessConfig
+
+DrainMode = Literal["finish", "handover"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,16 @@ class WorkerConfig:
     """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0."""
     max_num_sequences: int = 64
     """Most sequences at once."""
+    drain: DrainMode = "finish"
+    """On SIGTERM: finish runs to its end what was begun; handover gives it back to the routers, which resume it on
+    other workers. Transfers end well in both."""
+    drain_seconds: float = 120.0
+    """With finish: what still runs after this time is handed over. A second SIGTERM ends the process at once."""
+    wedge_seconds: float = 60.0
+    """An engine or transfer thread that stands still for longer than this while it has work makes the worker not
+    ready, and its requests go on elsewhere. Longer than any step takes."""
+    require_rdma: bool = False
+    """Move pages over RDMA (or within the machine) and never over TCP; without an RDMA device the worker ends."""
 
     def __post_init__(self) -> None:
         if self.process.host in ("0.0.0.0", "::", "[::]") and not self.advertise_address:
@@ -31,6 +44,10 @@ class WorkerConfig:
             )
         if self.max_num_sequences < 1:
             raise ValueError(f"--max-num-sequences is {self.max_num_sequences}; at least 1 is needed")
+        if self.drain_seconds < 0:
+            raise ValueError(f"--drain-seconds is {self.drain_seconds:g}; it can't be negative")
+        if self.wedge_seconds <= 0:
+            raise ValueError(f"--wedge-seconds is {self.wedge_seconds:g}; it must be above 0")
 
 
 def default_worker_id(port: int) -> str:

@@ -54,11 +54,46 @@ class WriterGone:
 
 
 @dataclass(frozen=True)
+class TicketOverdue:
+    """A writer has sent everything of a ticket some time ago, so the owner should know by now."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class QuarantineTimeout:
+    """Pages have been in quarantine for as long as the operator wants to wait."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Take nothing new, and end the loop when all is done."""
+
+    hand_over: bool
+    """Give what runs back to the routers instead of running it to its end."""
+
+
+@dataclass(frozen=True)
 class Stop:
-    """End the loop."""
+    """End the loop at once."""
 
 
-InboxMessage = SessionOpened | SessionCommand | SessionClosed | CloseTicket | WriterGone | Stop | TransferEvent
+InboxMessage = (
+    SessionOpened
+    | SessionCommand
+    | SessionClosed
+    | CloseTicket
+    | WriterGone
+    | TicketOverdue
+    | QuarantineTimeout
+    | Drain
+    | Stop
+    | TransferEvent
+)
 
 
 class Inbox:

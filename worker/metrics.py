@@ -59,6 +59,16 @@ class WorkerMetrics:
             ["tier", "repeated"],
             registry=self.registry,
         )
+        self.quarantine_age = Gauge(
+            "kvferry_quarantine_oldest_seconds",
+            "Time since the oldest pages wait for their writer to let go; alarm when it grows",
+            labels,
+            registry=self.registry,
+        ).labels(tier)
+        self.ready = Gauge("kvferry_ready", "1 while the worker takes new work", labels, registry=self.registry).labels(
+            tier
+        )
+        self.ready.set(1)
         self.expected_growth_pages = Gauge(
             "kvferry_expected_growth_pages",
             "Pages that admitted sequences are expected to take until they end",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import psutil
 import torch
@@ -33,48 +32,27 @@ from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, write_ready_file
 from rpc.server import RpcServer
 from worker.config import WorkerConfig, default_worker_id, new_incarnation_id
-from worker.inbox import Inbox, Stop
+from worker.engine_loop import EngineLoop
+from worker.health import TRANSFERS, Health
+from worker.inbox import Drain, Inbox, Stop
 from worker.metrics import WorkerMetrics
+from worker.parts import WorkerParts
+from worker.probe import KvProbePages
 from worker.session import Sessions, SessionServicer
 
 log = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 2.0
+"""For sessions to send what waits, once the engine has ended."""
+HANDOVER_SECONDS = 10.0
+"""For what is handed over at the end: transfers that are open towards or from it have to end well."""
+WATCH_SECONDS = 0.25
 MAX_FAILED_STEPS = 3
 """A worker whose steps fail so many times in a row ends itself."""
 DEFAULT_SEQUENCES = 8
 """The default pool holds this many sequences of full length, memory permitting."""
 
-
-@dataclass(frozen=True)
-class WorkerParts:
-    """What a tier's loop is built from."""
-
-    runner: ModelRunner
-    pool: PagePool
-    page_size: int
-    transfers: TransferThread
-    transport_name: str
-    page_bytes: int
-    vocab_size: int
-    inbox: Inbox
-    sessions: Sessions
-    metrics: WorkerMetrics
-    loop: asyncio.AbstractEventLoop
-    worker_id: str
-    incarnation_id: str
-    agent_name: str
-
-
-class WorkerLoop(Protocol):
-    """A tier's engine loop."""
-
-    def run(self) -> None:
-        """Runs until a Stop message."""
-        ...
-
-
-BuildLoop = Callable[[WorkerParts], WorkerLoop]
+BuildLoop = Callable[[WorkerParts], EngineLoop]
 AddServices = Callable[[aio.Server, WorkerParts], None]
 
 
@@ -137,15 +115,18 @@ async def _serve(
     device = kv_cache.tensor.device
     region = PageRegion(
         kv_cache.base_address,
-        kv_cache.num_pages,
+        kv_cache.num_pages + kv_cache.num_probe_pages,
         kv_cache.page_bytes,
         "DRAM" if device.type == "cpu" else "VRAM",
         device.index or 0,
+        kv_cache.num_probe_pages,
     )
     # A colocated worker moves nothing, so it runs where NIXL does not.
     is_alone = tier == worker_pb2.TIER_COLOCATED
     transport: Transport = (
-        LocalTransport(LocalHub(), agent_name, region) if is_alone else NixlTransport(agent_name, region)
+        LocalTransport(LocalHub(), agent_name, region)
+        if is_alone
+        else NixlTransport(agent_name, region, config.require_rdma)
     )
     transfers = TransferThread(transport, inbox.put)
     pool = PagePool(kv_cache.num_pages)
@@ -164,6 +145,7 @@ async def _serve(
         sessions=sessions,
         metrics=metrics,
         loop=loop,
+        probe_pages=KvProbePages(kv_cache),
         worker_id=worker_id,
         incarnation_id=incarnation_id,
         agent_name=agent_name,
@@ -181,11 +163,23 @@ async def _serve(
         address=config.advertise_address or server.address,
     )
     worker_loop = build_loop(parts)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(SessionServicer(info, inbox, sessions), server.server)
+    health = parts.health
+    health.on_change = lambda: _call_on(loop, publish_health)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(SessionServicer(info, inbox, sessions, health), server.server)
     add_services(server.server, parts)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
 
     engine_failed = threading.Event()
+    engine_ended = asyncio.Event()
+
+    def publish_health() -> None:
+        event = health.event()
+        sessions.tell_all(worker_pb2.SessionResponse(state=event))
+        is_ready = event.state == worker_pb2.WORKER_STATE_READY
+        metrics.ready.set(is_ready)
+        background.add(loop.create_task(server.set_ready(is_ready)))
+        if event.reason:
+            log.warning("the worker takes no work", extra={"worker": worker_id, "reason": event.reason})
 
     def run_engine() -> None:
         try:
@@ -193,13 +187,18 @@ async def _serve(
         except BaseException:
             log.exception("the engine loop died")
             engine_failed.set()
-            loop.call_soon_threadsafe(stop.set)
+            _call_on(loop, stop.set)
+        _call_on(loop, engine_ended.set)
 
     engine_thread = threading.Thread(target=run_engine, name="engine", daemon=True)
     transfers.start()
     engine_thread.start()
     await server.start()
     await server.set_ready(True)
+    background = {
+        loop.create_task(sessions.beat_for_ever()),
+        loop.create_task(_watch(health, engine_thread, transfers, config.wedge_seconds)),
+    }
     write_ready_file(
         config.process.ready_file,
         {
@@ -221,14 +220,54 @@ async def _serve(
         },
     )
     await stop.wait()
-    log.info("stopping", extra={"tier": tier_name, "worker": worker_id})
-    await server.set_ready(False)
-    # The port closes last: that it refuses connections tells others that this process writes nothing any more.
-    inbox.put(Stop())
-    await asyncio.to_thread(engine_thread.join)
-    await asyncio.to_thread(transfers.stop)
+    log.info("draining", extra={"tier": tier_name, "worker": worker_id, "mode": config.drain})
+    health.drain()
+    await _drain(config, inbox, engine_ended)
+    # The port closes last: that it refuses connections tells others that this process writes nothing any more. What
+    # still stands after these times is ended with the process, which comes to the same.
+    await asyncio.to_thread(engine_thread.join, STOP_GRACE_SECONDS)
+    await asyncio.to_thread(transfers.stop, STOP_GRACE_SECONDS)
+    for task in background:
+        task.cancel()
+    sessions.end_all()
     await server.stop(STOP_GRACE_SECONDS)
+    log.info("ended", extra={"tier": tier_name, "worker": worker_id})
     return 1 if engine_failed.is_set() else 0
+
+
+async def _drain(config: WorkerConfig, inbox: Inbox, engine_ended: asyncio.Event) -> None:
+    """Lets the engine finish, then hand over; at last it is told to stop."""
+    waits = [(Drain(hand_over=True), HANDOVER_SECONDS)]
+    if config.drain == "finish":
+        waits.insert(0, (Drain(hand_over=False), config.drain_seconds))
+    for message, seconds in waits:
+        inbox.put(message)
+        try:
+            await asyncio.wait_for(engine_ended.wait(), seconds)
+            return
+        except TimeoutError:
+            log.warning("requests still run", extra={"seconds": seconds, "handed_over": message.hand_over})
+    inbox.put(Stop())
+
+
+async def _watch(health: Health, engine: threading.Thread, transfers: TransferThread, limit_seconds: float) -> None:
+    """Sees threads that stand still."""
+    while True:
+        await asyncio.sleep(WATCH_SECONDS)
+        stack = health.watch_engine(engine, limit_seconds)
+        if stack is not None:
+            log.error("the engine makes no progress; it stands here:\n%s", stack)
+        standing = transfers.standing_seconds()
+        if standing > limit_seconds:
+            health.set_fault(TRANSFERS, f"the transfer thread has stood for {standing:.0f} s in the transport")
+        else:
+            health.clear_fault(TRANSFERS)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+    """From any thread; the loop may have ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
 
 
 def _fingerprint(loaded: LoadedModel, kv_cache: KvCache) -> Fingerprint:

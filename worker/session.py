@@ -15,12 +15,14 @@ import grpc
 
 from kv_transfer.layout import PROTOCOL_VERSION
 from protos import worker_pb2, worker_pb2_grpc
+from worker.health import Health
 from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
 
 log = logging.getLogger(__name__)
 
 MAX_WAITING_EVENTS = 20_000
 """Events that may wait for a router that does not read; with more its session is ended."""
+HEARTBEAT_SECONDS = 1.0
 
 Events = asyncio.Queue[worker_pb2.SessionResponse]
 
@@ -36,6 +38,24 @@ class Sessions:
     def open(self, session_id: int) -> Events:
         """Called on the event loop."""
         return self._queues.setdefault(session_id, asyncio.Queue())
+
+    def tell_all(self, event: worker_pb2.SessionResponse) -> None:
+        """Called on the event loop: sends something that is not about requests, ahead of what is not flushed."""
+        for queue in self._queues.values():
+            queue.put_nowait(event)
+
+    def end_all(self) -> None:
+        """Called on the event loop: sessions end when what waits was sent."""
+        self.tell_all(_END)
+
+    async def beat_for_ever(self) -> None:
+        """Lets routers know that this process lives."""
+        beat = worker_pb2.SessionResponse(heartbeat=worker_pb2.Heartbeat())
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            for queue in self._queues.values():
+                if queue.empty():
+                    queue.put_nowait(beat)
 
     def close(self, session_id: int) -> None:
         """Called on the event loop."""
@@ -77,8 +97,8 @@ class Sessions:
 class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
     """See `worker.proto`."""
 
-    def __init__(self, info: worker_pb2.WorkerInfo, inbox: Inbox, sessions: Sessions) -> None:
-        self._info, self._inbox, self._sessions = info, inbox, sessions
+    def __init__(self, info: worker_pb2.WorkerInfo, inbox: Inbox, sessions: Sessions, health: Health) -> None:
+        self._info, self._inbox, self._sessions, self._health = info, inbox, sessions, health
         self._ids = itertools.count(1)
 
     async def Session(
@@ -103,6 +123,7 @@ class SessionServicer(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read(session_id, request_iterator, events))
         try:
             yield worker_pb2.SessionResponse(info=self._info)
+            yield worker_pb2.SessionResponse(state=self._health.event())
             while True:
                 event = await events.get()
                 if event is _END:

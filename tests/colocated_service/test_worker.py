@@ -11,10 +11,11 @@ from colocated_service.worker import ColocatedWorker
 from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from protos import inference_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
-from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
+from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
+from worker.inbox import Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
 from worker.metrics import WorkerMetrics
-from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.parts import WorkerParts
+from worker.process import MAX_FAILED_STEPS
 
 
 class Rig:
@@ -26,20 +27,15 @@ class Rig:
         self.metrics = WorkerMetrics("colocated", self.pool)
         parts = WorkerParts(
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=None, transport_name="local", page_bytes=64,
-            vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics, loop=None,
-            worker_id="c", incarnation_id="1", agent_name="c/1",
+            vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics, loop=ImmediateLoop(),
+            probe_pages=FakeProbePages(), worker_id="c", incarnation_id="1", agent_name="c/1",
         )  # fmt: skip
         config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
         self.worker = ColocatedWorker(parts, self.runner, config)
 
     def turn(self, times=1):
         for _ in range(times):
-            assert self.worker._receive(wait=False)
-            step = self.worker._scheduler.schedule(time.monotonic(), self.worker._rate.tokens_per_second)
-            if step is not None:
-                self.worker._let_go(step)
-                self.worker._run_and_deliver(step)
-            self.worker._report_load()
+            assert self.worker.turn()
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
@@ -210,3 +206,18 @@ def test_preempted_answers_are_counted_and_keep_their_tokens():
     preempted = sum(rig.metrics._preemptions.labels("colocated", r)._value.get() for r in ("false", "true"))
     assert preempted > 0
     assert rig.pool.num_available == 6
+
+
+def test_a_drained_worker_runs_on_or_hands_over_and_ends():
+    rig = Rig()
+    rig.generate()
+    rig.turn()
+    rig.inbox.put(Drain(hand_over=False))
+    rig.turn()
+    rig.inbox.put(Drain(hand_over=True))
+    while rig.worker.turn():
+        pass
+    [handed] = rig.sessions.of("preempted")
+    assert handed.is_draining
+    assert list(handed.output_token_ids)
+    assert rig.pool.counts().held == 0

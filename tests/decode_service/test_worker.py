@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 
 from decode_service.config import DecodeConfig
@@ -11,10 +13,10 @@ from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from kv_transfer.base import Notification
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
-from worker.inbox import Inbox, SessionClosed, SessionCommand, WriterGone
+from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
+from worker.inbox import Drain, Inbox, SessionClosed, SessionCommand, WriterGone
 from worker.metrics import WorkerMetrics
-from worker.process import WorkerParts
+from worker.parts import WorkerParts
 
 NUM_PAGES = 16
 
@@ -47,22 +49,18 @@ class Rig:
         self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
         self.pool, self.closer, self.transfers = PagePool(num_pages), FakeCloser(), FakeTransfers()
         self.metrics = WorkerMetrics("decode", self.pool)
-        parts = WorkerParts(
+        self.loop, self.probe_pages = ImmediateLoop(), FakeProbePages()
+        parts = self.parts = WorkerParts(
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics,
-            loop=None, worker_id="d", incarnation_id="1", agent_name="d/1",
+            loop=self.loop, probe_pages=self.probe_pages, worker_id="d", incarnation_id="1", agent_name="d/1",
         )  # fmt: skip
         config = DecodeConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
         self.worker = DecodeWorker(parts, self.runner, self.closer, config)
 
     def turn(self):
         """One turn of the loop, without waiting."""
-        assert self.worker._receive(wait=False)
-        step = self.worker._scheduler.schedule()
-        if step is not None:
-            self.worker._let_go(step)
-            self.worker._run_and_deliver(step)
-        self.worker._report_load()
+        assert self.worker.turn()
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
@@ -373,3 +371,93 @@ def test_tokens_that_a_step_brought_go_out_even_if_a_later_one_fails():
     assert len(rig.tokens()) == before + 1
     # Both go on elsewhere: the router knows how far each got.
     assert [(f.request_id, f.retryable) for f in rig.sessions.of("request_failed")] == [("a", True), ("b", True)]
+
+
+def digest(content):
+    return hashlib.sha256(content).digest()
+
+
+@pytest.mark.parametrize(("came", "equal"), [(b"noise", True), (b"something else", False)])
+def test_test_pages_are_compared_and_forgotten(rig, came, equal):
+    rig.probe_pages.content = came
+    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise")})
+    [event] = rig.sessions.of("probed")
+    assert (event.writer_agent_name, event.probe_id, event.equal) == ("p/1", "x", equal)
+    rig.hear(name="", probe={"probe_id": "y", "sha256": digest(b"noise")})
+    assert not rig.sessions.of("probed")[-1].equal, "only a new write makes them equal again"
+    assert rig.ignored() == 0
+
+
+def test_a_lost_notification_costs_seconds_not_the_request(rig):
+    """Casebook C115, C088: the writer has sent everything, its word of it does not come."""
+    rig.reserve()
+    rig.hear(first_page=0, num_pages=2)
+    rig.command(transfer_done=worker_pb2.TransferDoneCommand(request_id="r"))
+    rig.turn()
+    assert rig.sessions.of("request_failed") == []
+    rig.loop.pass_time()
+    rig.turn()
+    [failed] = rig.sessions.of("request_failed")
+    assert failed.retryable
+    assert "notification did not come" in failed.message
+    assert rig.closer.asked == [("r", 0)]
+
+
+def test_a_notification_that_came_late_but_came_starts_its_request(rig):
+    rig.reserve()
+    rig.command(transfer_done=worker_pb2.TransferDoneCommand(request_id="r"))
+    rig.complete()
+    rig.loop.pass_time()
+    rig.turn()
+    assert rig.sessions.of("request_failed") == []
+    assert rig.tokens()
+
+
+def test_a_drained_worker_runs_on_takes_nothing_and_ends(rig):
+    rig.reserve()
+    rig.complete()
+    rig.inbox.put(Drain(hand_over=False))
+    rig.reserve(name="new")
+    assert [(e.request_id, e.short_of) for e in rig.sessions.of("refused")] == [("new", "draining")]
+    while rig.worker.turn():
+        pass
+    assert rig.tokens() == [7, 7, 7]
+    assert rig.pool.counts().held == 0
+
+
+def test_handed_over_requests_go_with_their_tokens_and_open_tickets_are_waited_for(rig):
+    rig.reserve(max_tokens=40)
+    rig.complete()
+    rig.reserve(name="being filled", token_ids=(2,) * 5)
+    rig.inbox.put(Drain(hand_over=True))
+    rig.turn()
+    handed = {e.request_id: (list(e.output_token_ids), e.is_draining) for e in rig.sessions.of("preempted")}
+    assert handed == {"r": ([7, *rig.tokens()], True), "being filled": ([], True)}
+    assert rig.worker.turn(), "a writer may still write"
+    rig.inbox.put(WriterGone("being filled", 0, "closed"))
+    rig.worker.turn()
+    assert not rig.worker.turn()
+
+
+def test_pages_that_do_not_add_up_make_the_worker_not_ready(rig, caplog):
+    rig.reserve()
+    rig.worker._check_pages()
+    assert rig.parts.health.event().state == worker_pb2.WORKER_STATE_READY
+    rig.pool.allocate(2)  # somebody takes pages and forgets them
+    rig.worker._checked_at = 0.0
+    rig.worker._check_pages()
+    event = rig.parts.health.event()
+    assert event.state == worker_pb2.WORKER_STATE_FAULTY
+    assert "holders of 2 pages are not those of the requests" in event.reason
+    assert "allocate" in caplog.text
+
+
+def test_only_an_operator_may_let_time_free_a_page():
+    rig = Rig(quarantine_timeout=30.0)
+    rig.reserve()
+    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
+    assert rig.worker._quarantine_age() > 0
+    rig.loop.pass_time()
+    rig.turn()
+    assert repr(rig) == "<PagePool 16 free, 0 held>"
+    assert rig.worker._quarantine_age() == pytest.approx(0, abs=0.01)

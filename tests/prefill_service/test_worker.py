@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 
 import numpy as np
@@ -16,10 +17,11 @@ from kv_transfer.transfer_thread import TransferThread
 from prefill_service.config import PrefillConfig
 from prefill_service.worker import PrefillWorker
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeSessions, ScriptedRunner
-from worker.inbox import CloseTicket, Inbox, SessionClosed, SessionCommand, SessionOpened
+from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
+from worker.inbox import CloseTicket, Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
 from worker.metrics import WorkerMetrics
-from worker.process import MAX_FAILED_STEPS, WorkerParts
+from worker.parts import WorkerParts
+from worker.process import MAX_FAILED_STEPS
 
 NUM_PAGES = 32
 
@@ -29,8 +31,8 @@ class Rig:
 
     def __init__(self, token_budget=8):
         hub = LocalHub()
-        self.memory = [np.zeros((NUM_PAGES, 64), dtype=np.uint8) for _ in range(2)]
-        regions = [PageRegion(m.ctypes.data, NUM_PAGES, 64) for m in self.memory]
+        self.memory = [np.zeros((NUM_PAGES + 2, 64), dtype=np.uint8) for _ in range(2)]
+        regions = [PageRegion(m.ctypes.data, NUM_PAGES + 2, 64, num_probe_pages=2) for m in self.memory]
         self.transport, self.owner = LocalTransport(hub, "p/1", regions[0]), LocalTransport(hub, "d/1", regions[1])
         self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
         self.pool = PagePool(NUM_PAGES)
@@ -38,14 +40,16 @@ class Rig:
         parts = WorkerParts(
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions,
-            metrics=WorkerMetrics("prefill", self.pool), loop=None, worker_id="p", incarnation_id="1", agent_name="p/1",
+            metrics=WorkerMetrics("prefill", self.pool), loop=ImmediateLoop(), probe_pages=FakeProbePages((32, 33)),
+            worker_id="p", incarnation_id="1", agent_name="p/1",
         )  # fmt: skip
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
         self.worker = PrefillWorker(parts, self.runner, config)
         self.transfers.start()
-        connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint())
+        connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint(), probe_id="test")
         self.command(connect_peer=connect)
         self.turn_until(lambda: self.sessions.of("peer"))
+        self.probes = [kv_pb2.KvNotification.FromString(n.payload).probe for n in self.owner.take_notifications()]
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
@@ -62,13 +66,7 @@ class Rig:
 
     def turn(self):
         """One turn of the loop, without waiting."""
-        worker = self.worker
-        assert worker._receive(wait=False)
-        step = worker._scheduler.schedule(time.monotonic(), worker._rate.tokens_per_second)
-        if step is not None:
-            worker._drop_expired(step)
-            worker._run_and_deliver(step)
-        worker._report_load()
+        assert self.worker.turn()
 
     def turn_until(self, condition, seconds=5.0):
         end = time.monotonic() + seconds
@@ -297,3 +295,44 @@ def test_a_resumed_prompt_gives_logprobs_of_the_clients_part_only(rig):
     output = rig.sessions.of("step_output")[0].outputs[0]
     assert list(output.prompt_logprobs.token_ids) == [2, 3, 4]
     assert not output.HasField("logprobs")
+
+
+def test_test_pages_go_to_a_new_peer_and_are_timed(rig):
+    assert [(probe.probe_id, probe.sha256) for probe in rig.probes] == [
+        ("test", b""), ("test", hashlib.sha256(b"noise").digest())
+    ]  # fmt: skip
+    [event] = rig.sessions.of("peer")
+    assert event.ready
+    assert event.probe_id == "test"
+    assert event.page_us > 0
+    assert event.gb_per_s > 0
+    assert repr(rig.pool) == "<PagePool 32 free, 0 held>"
+
+
+def test_a_drained_worker_finishes_what_it_has_takes_nothing_new_and_ends(rig):
+    rig.submit("old", (1,) * 20)
+    rig.turn()
+    rig.inbox.put(Drain(hand_over=False))
+    rig.submit("new", (2,) * 8)
+    rig.turn()
+    [refused] = rig.sessions.of("request_failed")
+    assert refused.request_id == "new"
+    assert refused.retryable
+    while rig.worker.turn():
+        time.sleep(0.001)
+    [finished] = rig.sessions.of("transfer_finished")
+    assert finished.kv_transfer.bytes == 5 * 64
+    assert rig.pool.counts().held == rig.pool.counts().pinned == 0
+
+
+def test_a_worker_that_must_end_gives_its_prompts_back(rig):
+    rig.submit("r", (1,) * 20)
+    rig.turn()
+    rig.inbox.put(Drain(hand_over=True))
+    while rig.worker.turn():
+        time.sleep(0.001)
+    [failed] = rig.sessions.of("request_failed")
+    assert failed.retryable
+    assert "ends" in failed.message
+    payloads = [kv_pb2.KvNotification.FromString(n.payload) for n in rig.owner.take_notifications()]
+    assert payloads[-1].closed, "its decode worker must know that nothing comes any more"

@@ -6,14 +6,15 @@ import asyncio
 import dataclasses
 import time
 
+import grpc
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
-from router import worker_pool
+from router import dispatch, worker_pool
 from router.output_stream import Ended
 from router.request import MAX_FRUITLESS_ATTEMPTS, RequestState
-from rpc.errors import ResourceExhausted, Unavailable
+from rpc.errors import Internal, ResourceExhausted, Unavailable
 from tests.router.rig import Rig, end_of, events, ids, make_link
 
 pytestmark = pytest.mark.asyncio
@@ -131,20 +132,58 @@ async def test_a_lost_prefill_worker_does_not_matter_once_decode_runs():
     assert found[-1] == Ended(None)
 
 
-async def test_retries_are_bounded():
-    """No retry storm: the last error reaches the client."""
+def fail(rig, request, code):
+    failed = wpb.RequestFailedEvent(
+        request_id=request.wire_id, attempt=request.attempt, status_code=code.value[0], message="why", retryable=True
+    )
+    rig.event(request.decode, request_failed=failed)
+
+
+async def test_retries_are_bounded_and_take_their_time(monkeypatch):
+    """No retry storm: a step that fails again and again may be the request's fault; its error reaches the client."""
+    monkeypatch.setattr(dispatch, "FIRST_REST_SECONDS", 0.02)
     rig = Rig()
     request = rig.submit()
+    started = time.monotonic()
     for attempt in range(MAX_FRUITLESS_ATTEMPTS):
+        while request.decode is None:
+            await asyncio.sleep(0.001)
         assert request.attempt == attempt
-        failed = wpb.RequestFailedEvent(
-            request_id=request.wire_id, attempt=attempt, status_code=14, message="why", retryable=True
-        )
-        rig.event(rig.decode[0], request_failed=failed)
+        fail(rig, request, grpc.StatusCode.INTERNAL)
+    [ended] = events(request)
+    assert isinstance(ended.error, Internal)
+    assert ended.error.message == "why"
+    # The first retry is at once, then 20, 40 and 80 ms, each drawn from half to one and a half of it.
+    assert time.monotonic() - started > 0.07
+    assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
+
+
+async def test_a_connection_that_fails_is_tried_for_as_long_as_a_lost_worker_is_waited_for(monkeypatch):
+    monkeypatch.setattr(dispatch, "FIRST_REST_SECONDS", 0.001)
+    rig = Rig(loss_seconds=0.3)
+    request = rig.submit()
+    started, attempts = time.monotonic(), 0
+    while request.state is not RequestState.FINISHED:
+        if request.decode is not None:
+            fail(rig, request, grpc.StatusCode.UNAVAILABLE)
+            attempts += 1
+        await asyncio.sleep(0.001)
     [ended] = events(request)
     assert isinstance(ended.error, Unavailable)
-    assert ended.error.message == "why"
-    assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
+    assert time.monotonic() - started >= 0.3
+    assert MAX_FRUITLESS_ATTEMPTS < attempts < 20
+
+
+async def test_a_request_that_rests_can_be_cancelled():
+    rig = Rig()
+    request = rig.submit()
+    for _ in range(2):
+        fail(rig, request, grpc.StatusCode.UNAVAILABLE)
+    assert rig.dispatcher.num_queued == 1
+    rig.dispatcher.cancel(request)
+    assert rig.dispatcher.num_queued == 0
+    await asyncio.sleep(0.1)
+    assert request.decode is None
 
 
 async def test_without_any_pair_a_request_is_refused_at_once():
