@@ -2,8 +2,8 @@
 
 Time alone never frees a page: a frozen writer may wake up and write. Gone means that its address refuses
 connections, or that another incarnation answers there; and only if the writer itself answered at that address before,
-since an address that is right for the router may lead elsewhere from here. After that the transport is driven for a
-moment longer, so that bytes a dead writer left in the network land before the pages are given away.
+since an address that is right for the router may lead elsewhere from here. Bytes that a dead writer, or one whose write
+failed, left in the network have to land before the pages are given away: such ends ask for a fence.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 5.0
 CALL_SECONDS = 30.0
-FENCE_SECONDS = 1.0
-"""How long bytes of a dead writer are waited for. Measured over TCP on one machine: they landed within 6 ms."""
 
 
 @dataclass(frozen=True)
@@ -88,23 +86,22 @@ class TicketCloser:
     async def _close(self, request: kv_pb2.CloseTicketRequest, writer: Writer) -> None:
         pause = FIRST_PAUSE_SECONDS
         while True:
-            reason = await self._ask(request, writer)
-            if reason is not None:
-                self._inbox.put(WriterGone(request.request_id, request.attempt, reason))
+            verdict = await self._ask(request, writer)
+            if verdict is not None:
+                self._inbox.put(WriterGone(request.request_id, request.attempt, *verdict))
                 return
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
 
-    async def _ask(self, request: kv_pb2.CloseTicketRequest, writer: Writer) -> str | None:
-        """Why the ticket is closed for sure, or None if that is not known yet."""
+    async def _ask(self, request: kv_pb2.CloseTicketRequest, writer: Writer) -> tuple[str, bool] | None:
+        """Why the ticket is closed for sure, and whether a fence is needed; None if that is not known yet."""
         try:
             response = await self._stub(writer).CloseTicket(request, timeout=CALL_SECONDS)
         except grpc.aio.AioRpcError as error:
             unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
             is_known = (writer.worker_id, writer.address) in self._met
             if unavailable and is_known and await _refuses_connections(writer.address):
-                await asyncio.sleep(FENCE_SECONDS)
-                return "the writer's process is gone"
+                return "the writer's process is gone", True
             log.warning(
                 "a writer does not answer; its pages stay quarantined",
                 extra={"request_id": request.request_id, "writer": writer.address, "status": error.code().name},
@@ -113,9 +110,8 @@ class TicketCloser:
         if not self._note(writer, response):
             return None
         if response.incarnation_id == writer.incarnation_id:
-            return "closed by the writer"
-        await asyncio.sleep(FENCE_SECONDS)
-        return "the writer was restarted"
+            return "closed by the writer", response.needs_fence
+        return "the writer was restarted", True
 
     def _note(self, writer: Writer, response: kv_pb2.CloseTicketResponse) -> bool:
         """Whether the worker meant by `writer` answered, in whatever incarnation."""

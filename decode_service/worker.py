@@ -30,6 +30,7 @@ from engine.sampler import Choice, sample
 from engine.sequence import Sequence
 from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
+from kv_transfer.transfer_thread import Fenced
 from protos import kv_pb2, worker_pb2
 from worker.engine_loop import EngineLoop, PageOwners
 from worker.inbox import (
@@ -161,8 +162,14 @@ class DecodeWorker(EngineLoop):
                     self._parts.metrics.count_end("aborted")
             case Notification(sender, payload):
                 self._on_notification(sender, payload)
-            case WriterGone(request_id, attempt, reason):
-                self._on_writer_gone((request_id, attempt), reason)
+            case WriterGone(request_id, attempt, reason, needs_fence):
+                if needs_fence:
+                    self._parts.transfers.fence((request_id, attempt))
+                else:
+                    self._on_writer_gone((request_id, attempt), reason)
+            case Fenced(tag):
+                assert isinstance(tag, tuple)
+                self._on_writer_gone(tag, "the writer is gone, and so are its bytes")
             case TicketOverdue(request_id, attempt):
                 self._on_ticket_overdue((request_id, attempt))
             case QuarantineTimeout(request_id, attempt):

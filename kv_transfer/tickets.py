@@ -82,7 +82,7 @@ class OutgoingTicket:
         self.num_open_writes = 0
         self.is_stopped = False
         self.has_failed_write = False
-        """Bytes of a failed write may still be on their way, so the pages can't be said to be closed."""
+        """Bytes of a failed write may still be on their way, so the pages can't be said to be closed at once."""
 
     @property
     def is_terminal(self) -> bool:

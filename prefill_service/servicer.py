@@ -30,18 +30,14 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
         loop = asyncio.get_running_loop()
         closed: asyncio.Future[bool] = loop.create_future()
 
-        def done(for_sure: bool) -> None:
-            loop.call_soon_threadsafe(_settle, closed, for_sure)
+        def done(needs_fence: bool) -> None:
+            loop.call_soon_threadsafe(_settle, closed, needs_fence)
 
         self._inbox.put(CloseTicket(request, done))
-        if not await closed:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "a write of this ticket failed; what became of its bytes is not known",
-            )
+        response.needs_fence = await closed
         return response
 
 
-def _settle(closed: asyncio.Future[bool], for_sure: bool) -> None:
+def _settle(closed: asyncio.Future[bool], needs_fence: bool) -> None:
     if not closed.done():  # the caller may be gone
-        closed.set_result(for_sure)
+        closed.set_result(needs_fence)

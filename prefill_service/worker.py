@@ -27,7 +27,7 @@ from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
-from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, WriteEnded
+from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnected, PeerFailed, WriteEnded
 from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
@@ -73,6 +73,8 @@ class _Request:
     """Why the ticket is closed early; None while it is not."""
     answer_ended: bool = False
     """The first token ended the answer."""
+    is_connection_down: bool = False
+    """The connection over which a write failed was taken down since."""
     waiters: list[Callable[[bool], None]] = field(default_factory=list)
     """To be told whether the pages are closed to us for sure."""
 
@@ -93,6 +95,7 @@ class _Probe:
     session_id: int
     probe_id: str
     agent_name: str
+    first_remote_page: int
     page_us: float | None = None
     """Time of the first write, of one page; the second one has all pages."""
 
@@ -107,7 +110,6 @@ class PrefillWorker(EngineLoop):
         self._open_writes: set[PageWrite] = set()
         self._connecting: dict[str, list[_Probe]] = {}
         """Test pages to send to peers once they are connected."""
-        self._peers: dict[str, kv_pb2.TransferEndpoint] = {}
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = PrefillScheduler(
@@ -117,8 +119,10 @@ class PrefillWorker(EngineLoop):
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
         self._by_sequence: dict[str, _Request] = {}
-        self._tombstones: OrderedDict[RequestKey, None] = OrderedDict()
-        self._never_closed: set[RequestKey] = set()
+        self._tombstones: OrderedDict[RequestKey, bool] = OrderedDict()
+        """Closed tickets, and whether one of their writes failed."""
+        self._unsure: dict[str, dict[RequestKey, list[Callable[[bool], None]]]] = {}
+        """By peer: tickets with a failed write whose connection is not taken down yet, and who waits for that."""
         self._peer_sessions: dict[str, set[int]] = {}
         """Which routers want which peer connected."""
         self._failed_steps = 0
@@ -210,6 +214,8 @@ class PrefillWorker(EngineLoop):
                 self._send_probes(agent_name)
             case PeerFailed(agent_name, reason):
                 self._on_peer_failed(agent_name, reason)
+            case PeerDisconnected(agent_name):
+                self._on_peer_disconnected(agent_name)
             case CloseTicket(asked, done):
                 self._close_ticket(asked, done)
             case Notification():
@@ -254,6 +260,11 @@ class PrefillWorker(EngineLoop):
             return
         if command.ticket.lease_ms:
             request.lease_end = time.monotonic() + command.ticket.lease_ms / 1e3
+        if request.key in self._tombstones or request.key in self._requests:
+            # Its owner took the pages back while the command was on its way.
+            reason = f"the ticket of request {command.request_id}, attempt {command.attempt}, was used or closed before"
+            self._send_failure(request, grpc.StatusCode.UNAVAILABLE, reason, retryable=True)
+            return
         refusal = self._refusal(request, command)
         if refusal is not None:
             self._send_failure(request, grpc.StatusCode.INVALID_ARGUMENT, refusal, retryable=False)
@@ -265,8 +276,6 @@ class PrefillWorker(EngineLoop):
 
     def _refusal(self, request: _Request, command: worker_pb2.PrefillCommand) -> str | None:
         """Why a command can't be taken, or None."""
-        if request.key in self._tombstones or request.key in self._requests:
-            return f"the ticket of request {command.request_id}, attempt {command.attempt}, was used or closed before"
         num_pages = num_pages_for(request.sequence.num_tokens, self._parts.page_size)
         if request.ticket.first_page_index + len(request.ticket.page_ids) != num_pages:
             return f"the ticket has {len(request.ticket.page_ids)} pages, the prompt needs {num_pages}"
@@ -409,13 +418,17 @@ class PrefillWorker(EngineLoop):
             return
         del self._by_sequence[request.sequence.sequence_id]
         if request.ticket.has_failed_write:
-            # What became of its bytes is not known: only the end of this process lets the owner have the pages.
-            self._never_closed.add(request.key)
-        elif request.close_reason is not None:
-            payload = request.ticket.closed_message(request.close_reason, request.answer_ended)
-            self._parts.transfers.notify(request.ticket.agent_name, payload)
-        for done in request.waiters:
-            done(not request.ticket.has_failed_write)
+            # What became of its bytes is not known until its connection is taken down.
+            self._bury(request.key, has_failed_write=True)
+            self._unsure.setdefault(request.ticket.agent_name, {})[request.key] = request.waiters
+            if request.is_connection_down:
+                self._on_peer_disconnected(request.ticket.agent_name)
+        else:
+            if request.close_reason is not None:
+                payload = request.ticket.closed_message(request.close_reason, request.answer_ended)
+                self._parts.transfers.notify(request.ticket.agent_name, payload)
+            for done in request.waiters:
+                done(False)
         self._disconnect_if_unused(request.ticket.agent_name)
         moved = inference_pb2.KvTransfer(
             bytes=request.bytes_sent,
@@ -440,15 +453,33 @@ class PrefillWorker(EngineLoop):
     def _close_ticket(self, asked: kv_pb2.CloseTicketRequest, done: Callable[[bool], None]) -> None:
         """An owner wants its pages back: answer once we are sure not to touch them."""
         key = (asked.agent_name, asked.request_id, asked.attempt)
-        self._tombstones[key] = None
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            self._tombstones.popitem(last=False)
-        request = self._requests.get(key)
+        has_failed_write = self._bury(key, has_failed_write=False)
+        request, unsure = self._requests.get(key), self._unsure.get(asked.agent_name, {})
+        if key in unsure:
+            unsure[key].append(done)
+            return
         if request is None:
-            done(key not in self._never_closed)
+            done(has_failed_write)
             return
         request.waiters.append(done)
         self._end_early(request, "closed by its owner")
+
+    def _on_peer_disconnected(self, agent_name: str) -> None:
+        """Nothing that failed on the way to a peer can be sent any more."""
+        for request in self._requests.values():
+            if request.ticket.agent_name == agent_name and request.ticket.has_failed_write:
+                request.is_connection_down = True
+        for waiters in self._unsure.pop(agent_name, {}).values():
+            for done in waiters:
+                done(True)
+
+    def _bury(self, key: RequestKey, has_failed_write: bool) -> bool:
+        """Remembers a ticket as closed. Returns whether one of its writes is known to have failed."""
+        self._tombstones[key] = has_failed_write or self._tombstones.get(key, False)
+        self._tombstones.move_to_end(key)
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            self._tombstones.popitem(last=False)
+        return self._tombstones[key]
 
     # peers and load
 
@@ -456,8 +487,8 @@ class PrefillWorker(EngineLoop):
         """Gets ready to write to a peer, and then sends it test pages: its routers hear from it whether they came."""
         agent_name = command.endpoint.agent_name
         self._peer_sessions.setdefault(agent_name, set()).add(session_id)
-        self._peers[agent_name] = command.endpoint
-        self._connecting.setdefault(agent_name, []).append(_Probe(session_id, command.probe_id, agent_name))
+        probe = _Probe(session_id, command.probe_id, agent_name, command.endpoint.num_pages)
+        self._connecting.setdefault(agent_name, []).append(probe)
         self._parts.transfers.connect(command.endpoint)
 
     def _send_probes(self, agent_name: str) -> None:
@@ -466,12 +497,11 @@ class PrefillWorker(EngineLoop):
 
     def _send_probe(self, probe: _Probe, num_pages: int, sha256: bytes) -> None:
         message = kv_pb2.KvNotification(probe=kv_pb2.Probe(probe_id=probe.probe_id, sha256=sha256))
-        remote_first = self._peers[probe.agent_name].num_pages
         write = PageWrite(
             tag=probe,
             agent_name=probe.agent_name,
             local_pages=self._parts.probe_pages.page_ids[:num_pages],
-            remote_pages=tuple(range(remote_first, remote_first + num_pages)),
+            remote_pages=tuple(range(probe.first_remote_page, probe.first_remote_page + num_pages)),
             payload=message.SerializeToString(),
         )
         self._post(write)
@@ -504,7 +534,6 @@ class PrefillWorker(EngineLoop):
             request.ticket.agent_name == agent_name for request in self._requests.values()
         ):
             del self._peer_sessions[agent_name]
-            self._peers.pop(agent_name, None)
             self._connecting.pop(agent_name, None)
             self._parts.transfers.disconnect(agent_name)
 

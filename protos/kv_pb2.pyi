@@ -336,19 +336,23 @@ class CloseTicketResponse(_message.Message):
 
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     WORKER_ID_FIELD_NUMBER: _builtins.int
+    NEEDS_FENCE_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """Incarnation that answered."""
     worker_id: _builtins.str
     """Name of the worker that answered."""
+    needs_fence: _builtins.bool
+    """A write failed, so bytes of it may still be in the network: the pages are to be kept until those must have arrived."""
     def __init__(
         self,
         *,
         incarnation_id: _builtins.str = ...,
         worker_id: _builtins.str = ...,
+        needs_fence: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_id", b"incarnation_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_id", b"incarnation_id", "needs_fence", b"needs_fence", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

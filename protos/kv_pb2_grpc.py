@@ -48,9 +48,8 @@ class PageTicketServiceServicer:
 
     def CloseTicket(self, request, context):
         """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-        every write it started has ended well, and none will start. A later use of the ticket is refused. If one of the
-        writes failed, what became of its bytes is not known, and the answer is FAILED_PRECONDITION for as long as the
-        writer lives.
+        every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
+        writes failed, the connection it was sent over is taken down first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

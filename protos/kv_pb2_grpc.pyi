@@ -37,9 +37,8 @@ class PageTicketServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PageTicketServiceAsyncStub: ...
     CloseTicket: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CloseTicketRequest, _kv_pb2.CloseTicketResponse]
     """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-    every write it started has ended well, and none will start. A later use of the ticket is refused. If one of the
-    writes failed, what became of its bytes is not known, and the answer is FAILED_PRECONDITION for as long as the
-    writer lives.
+    every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
+    writes failed, the connection it was sent over is taken down first.
     """
 
 @_typing.type_check_only
@@ -49,9 +48,8 @@ class PageTicketServiceAsyncStub(PageTicketServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     CloseTicket: _aio.UnaryUnaryMultiCallable[_kv_pb2.CloseTicketRequest, _kv_pb2.CloseTicketResponse]  # type: ignore[assignment]
     """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-    every write it started has ended well, and none will start. A later use of the ticket is refused. If one of the
-    writes failed, what became of its bytes is not known, and the answer is FAILED_PRECONDITION for as long as the
-    writer lives.
+    every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
+    writes failed, the connection it was sent over is taken down first.
     """
 
 class PageTicketServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -64,9 +62,8 @@ class PageTicketServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.CloseTicketResponse, _abc.Awaitable[_kv_pb2.CloseTicketResponse]]:
         """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-        every write it started has ended well, and none will start. A later use of the ticket is refused. If one of the
-        writes failed, what became of its bytes is not known, and the answer is FAILED_PRECONDITION for as long as the
-        writer lives.
+        every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
+        writes failed, the connection it was sent over is taken down first.
         """
 
 def add_PageTicketServiceServicer_to_server(servicer: PageTicketServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -36,8 +36,8 @@ class SessionClosed:
 class CloseTicket:
     """A decode worker asks its writer to let go of a ticket.
 
-    `done` is to be called once nothing is open: True if the pages are not touched any more for sure, False if that
-    can't be known, because a write failed.
+    `done` is to be called once nothing is open and nothing can be sent any more; with True if a write failed, so that
+    some of its bytes may still be in the network.
     """
 
     request: kv_pb2.CloseTicketRequest
@@ -51,6 +51,8 @@ class WriterGone:
     request_id: str
     attempt: int
     reason: str
+    needs_fence: bool = False
+    """Bytes of a broken connection may still be in the network."""
 
 
 @dataclass(frozen=True)

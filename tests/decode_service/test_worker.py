@@ -12,6 +12,7 @@ from decode_service.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from kv_transfer.base import Notification
+from kv_transfer.transfer_thread import Fenced
 from protos import inference_pb2, kv_pb2, worker_pb2
 from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
 from worker.inbox import Drain, Inbox, SessionClosed, SessionCommand, WriterGone
@@ -22,10 +23,16 @@ NUM_PAGES = 16
 
 
 class FakeTransfers:
-    """Notes whether writes are expected."""
+    """Notes whether writes are expected, and which fences are asked for."""
+
+    def __init__(self):
+        self.expecting, self.fences = False, []
 
     def expect(self, expecting):
         self.expecting = expecting
+
+    def fence(self, tag):
+        self.fences.append(tag)
 
 
 class FakeCloser:
@@ -157,6 +164,18 @@ def test_strangers_old_attempts_and_repetitions_are_ignored_and_counted(rig):
     assert rig.ignored() == 5
     assert rig.runner.steps == []
     rig.command(abort=worker_pb2.AbortCommand(request_id="r", attempt=1))
+
+
+def test_pages_of_a_dead_writer_wait_for_bytes_in_the_network(rig):
+    rig.reserve()
+    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
+    rig.inbox.put(WriterGone("r", 0, "gone", needs_fence=True))
+    rig.turn()
+    assert rig.transfers.fences == [("r", 0)]
+    assert repr(rig) == "<PagePool 13 free, 0 held, 3 quarantined>"
+    rig.inbox.put(Fenced(("r", 0)))
+    rig.turn()
+    assert repr(rig) == "<PagePool 16 free, 0 held>"
 
 
 def test_a_writer_that_gives_up_fails_the_request_so_that_it_is_retried(rig):

@@ -1,9 +1,9 @@
 """A whole cluster in one thread, in simulated time: the real router state machine, the real workers' loops with their
 schedulers, caches and page pools. Only the model, the network and time are simulated, and they fail on purpose.
 
-Memory is simulated too: each page says which tokens its KV is of. Every write that lands is checked against who owns the
-page at that moment, and every token that is computed against the content of all pages before it. So a stale write, a
-page that is reused too early, a notification that overtakes its data, or a prefix found wrongly is seen at once.
+Memory is simulated too: each page says which tokens its KV is of. Every write that lands is checked against who owns
+the page at that moment, and every token that is computed against the content of all pages before it. So a stale write,
+a page that is reused too early, a notification that overtakes its data, or a prefix found wrongly is seen at once.
 
 One integer decides everything that happens.
 """
@@ -24,9 +24,9 @@ import router.dispatch
 import router.policy
 import router.request
 import router.worker_pool
-import worker.engine_loop
-import worker.health
-import worker.stamps
+import worker.engine_loop as engine_loop
+import worker.health as worker_health
+import worker.stamps as worker_stamps
 from decode_service.config import DecodeConfig
 from decode_service.ticket_closer import Writer
 from decode_service.worker import DecodeWorker
@@ -35,7 +35,15 @@ from engine.model_runner import StepLogits
 from engine.page_pool import PagePool
 from engine.sampler import Choice
 from kv_transfer.base import Notification
-from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, WriteEnded
+from kv_transfer.transfer_thread import (
+    FENCE_SECONDS,
+    Fenced,
+    PageWrite,
+    PeerConnected,
+    PeerDisconnected,
+    PeerFailed,
+    WriteEnded,
+)
 from prefill_service.config import PrefillConfig
 from prefill_service.worker import PrefillWorker
 from protos import kv_pb2
@@ -51,6 +59,7 @@ from tests.scripted import FakeProbePages
 from tests.simulation.clock import Clock
 from worker.inbox import (
     CloseTicket,
+    Drain,
     Inbox,
     SessionClosed,
     SessionCommand,
@@ -61,7 +70,6 @@ from worker.parts import WorkerParts
 
 PAGE_SIZE = 4
 NUM_PROBE_PAGES = 1
-FENCE_SECONDS = 1.0
 
 
 class BrokenPromise(AssertionError):
@@ -163,6 +171,10 @@ class SimTransfers:
     def connect(self, endpoint):
         self._soon(lambda: self._connect(endpoint.agent_name))
 
+    def fence(self, tag):
+        # The thread counts only time in which its process runs.
+        self._process.when_awake(FENCE_SECONDS, lambda: self._process.put(Fenced(tag)))
+
     def _connect(self, agent_name):
         if self._world.find_agent(agent_name) is None:
             self._process.put(PeerFailed(agent_name, "nobody there"))
@@ -171,7 +183,11 @@ class SimTransfers:
             self._process.put(PeerConnected(agent_name))
 
     def disconnect(self, agent_name):
-        self._soon(lambda: self._peers.discard(agent_name))
+        self._soon(lambda: self._disconnect(agent_name))
+
+    def _disconnect(self, agent_name):
+        self._peers.discard(agent_name)
+        self._process.put(PeerDisconnected(agent_name))
 
     def notify(self, agent_name, payload):
         def send():
@@ -194,26 +210,38 @@ class SimTransfers:
         target = world.find_agent(write.agent_name)
         fault = world.transfer_fault()
         if target is None or write.agent_name not in self._peers or fault == "post fails":
-            self._peers.discard(write.agent_name)
-            self._end(write, False, started)
-            self._process.put(PeerFailed(write.agent_name, "post failed"))
+            self._fail(write, started)
             return
         lands = world.delay()
-        world.clock.after(lands, lambda: world.land(self._process, target, write))
-        if fault == "fails, bytes land later":
+        is_over: list[bool] = []
+
+        def end(ok: bool) -> None:
+            if not is_over:
+                is_over.append(True)
+                self._end(write, True, started) if ok else self._fail(write, started)
+
+        world.on_death(target, lambda: self._process.when_awake(world.delay(), lambda: end(False)))
+        fails = fault == "fails, bytes land later"
+
+        def arrive() -> None:
+            world.land(self._process, target, write)
+            if not fails:
+                if fault != "notification lost":
+                    world.notify(self._process, write.agent_name, write.payload, world.delay(0.5))
+                if fault == "notification twice":
+                    world.notify(self._process, write.agent_name, write.payload, world.delay(3.0))
+                self._process.when_awake(world.delay(0.5), lambda: end(True))
+
+        # Bytes are taken in by a process that runs. They are in the network already, so the writer may be gone.
+        target.when_awake(lands, arrive)
+        if fails:
             # The writer hears of a failure while its bytes are still in the network.
-            world.clock.after(lands * world.rng.random(), lambda: self._fail(write, started))
-            return
-        if write.payload and fault != "notification lost":
-            world.notify(self._process, write.agent_name, write.payload, lands + world.delay(0.5), after_landing=True)
-            if fault == "notification twice":
-                world.notify(self._process, write.agent_name, write.payload, lands + world.delay(3.0))
-        world.clock.after(lands + world.delay(0.5), lambda: self._end(write, True, started))
+            self._process.when_awake(lands * world.rng.random(), lambda: end(False))
 
     def _fail(self, write, started):
-        self._peers.discard(write.agent_name)
         self._end(write, False, started)
         self._process.put(PeerFailed(write.agent_name, "a write failed"))
+        self._disconnect(write.agent_name)
 
     def _end(self, write, ok, started):
         self._process.put(WriteEnded(write, ok, started, self._world.clock.now, "" if ok else "failed"))
@@ -236,21 +264,30 @@ class SimCloser:
 
     def _ask(self, asked, writer):
         target = self._world.find_agent(writer.agent_name)
-        gone = WriterGone(asked.request_id, asked.attempt, "gone or closed")
         if target is None:
-            # After the fence: bytes that a dead writer left in the network have landed.
-            self._world.clock.after(FENCE_SECONDS, lambda: self._process.put(gone))
+            self._process.put(WriterGone(asked.request_id, asked.attempt, "gone", needs_fence=True))
             return
 
-        def done(is_closed: bool) -> None:
-            if is_closed:
-                self._world.clock.after(self._world.delay(), lambda: self._process.put(gone))
-            else:
-                self._world.clock.after(1.0, lambda: self._ask(asked, writer))
+        def done(needs_fence: bool) -> None:
+            gone = WriterGone(asked.request_id, asked.attempt, "closed", needs_fence)
+            self._world.clock.after(self._world.delay(), lambda: self._process.put(gone))
 
         target.put(CloseTicket(asked, done))
         # If it dies before it answers, it is asked again and found dead.
         self._world.on_death(target, lambda: self._ask(asked, writer))
+
+
+class SimInbox(Inbox):
+    """Wakes the engine thread."""
+
+    def __init__(self, process: SimWorker) -> None:
+        super().__init__()
+        self._process = process
+
+    def put(self, message: Any) -> None:
+        if not self._process.is_dead:
+            super().put(message)
+            self._process.plan_turn()
 
 
 class SimWorker:
@@ -258,6 +295,7 @@ class SimWorker:
 
     def __init__(self, world: World, tier: wpb.Tier.ValueType, number: int) -> None:
         self.world, self.tier, self.number = world, tier, number
+        self.inbox = SimInbox(self)
         self.name = f"{'p' if tier == wpb.TIER_PREFILL else 'd'}{number}"
         self.incarnation = str(next(world.numbers))
         self.agent_name = f"{self.name}/{self.incarnation}"
@@ -265,7 +303,6 @@ class SimWorker:
         self.frozen_until = 0.0
         self.session: int | None = None
         self._is_turn_planned = False
-        self.inbox = Inbox()
         num_pages = world.num_pages
         self.pool = PagePool(num_pages)
         self.memory: list[Any] = [None] * (num_pages + NUM_PROBE_PAGES)
@@ -276,12 +313,15 @@ class SimWorker:
             worker_id=self.name, incarnation_id=self.incarnation, agent_name=self.agent_name,
         )  # fmt: skip
         self.parts = parts
+        parts.health.on_change = self._tell_state
         engine = EngineConfig(model="m")
         if tier == wpb.TIER_PREFILL:
-            config = PrefillConfig(engine=engine, token_budget=world.token_budget, max_num_sequences=8)
+            config = PrefillConfig(
+                engine=engine, token_budget=world.token_budget, max_num_sequences=8, prefix_cache=world.prefix_cache
+            )
             self.loop: PrefillWorker | DecodeWorker = PrefillWorker(parts, SimRunner(self), config)
         else:
-            decode = DecodeConfig(engine=engine, max_num_sequences=6)
+            decode = DecodeConfig(engine=engine, max_num_sequences=6, prefix_cache=world.prefix_cache)
             self.loop = DecodeWorker(parts, SimRunner(self), SimCloser(self), decode)  # type: ignore[arg-type]
         limits = wpb.WorkerLimits(
             num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=1000, vocab_size=100, max_num_sequences=8,
@@ -311,9 +351,7 @@ class SimWorker:
 
     def put(self, message: Any) -> None:
         """A message for the engine thread, from inside or outside."""
-        if not self.is_dead:
-            self.inbox.put(message)
-            self.plan_turn()
+        self.inbox.put(message)
 
     def plan_turn(self) -> None:
         if not self._is_turn_planned:
@@ -322,10 +360,22 @@ class SimWorker:
 
     def _turn(self) -> None:
         self._is_turn_planned = False
-        if self.loop._receive(wait=False) and self.loop._turn():
+        if not self.loop._receive(wait=False):
+            self.world.note(f"{self.agent_name} has drained")
+            self.world.kill(self, restart_after=self.world.rng.random())
+        elif self.loop._turn() or self.parts.health.is_draining:
             self.plan_turn()
 
+    def drain(self, hand_over: bool) -> None:
+        """SIGTERM."""
+        self.parts.health.drain()
+        self.put(Drain(hand_over))
+
     # its session
+
+    def _tell_state(self) -> None:
+        if self.session is not None:
+            self.send_event(self.session, wpb.SessionResponse(state=self.parts.health.event()))
 
     def send_event(self, session_id: int, event: wpb.SessionResponse) -> None:
         self.world.to_router(self, session_id, event)
@@ -351,9 +401,9 @@ class Asked:
 class Plan:
     """What is done to a cluster; drawn from the seed."""
 
-    faults: tuple[str, ...] = ("kill", "freeze", "cut", "transfer")
-    num_requests: int = 4
-    num_faults: int = 3
+    faults: tuple[str, ...] = ("kill", "freeze", "cut", "drain", "transfer")
+    most_requests: int = 7
+    most_faults: int = 3
 
 
 class World:
@@ -362,7 +412,9 @@ class World:
     def __init__(self, seed: int, plan: Plan) -> None:
         self.rng, self.clock, self.numbers = random.Random(seed), Clock(), itertools.count(1)
         self.plan = plan
-        self.num_pages = self.rng.choice((14, 20, 40))
+        self.num_pages = self.rng.choice((10, 14, 20, 40))
+        self.prefix_cache = self.rng.random() < 0.7
+        self.num_requests = self.rng.randint(2, plan.most_requests)
         self.token_budget = self.rng.choice((4, 8, 16))
         self._latency = self.rng.choice((0.001, 0.01, 0.1))
         self._fault_rate = self.rng.choice((0.0, 0.05, 0.2)) if "transfer" in plan.faults else 0.0
@@ -419,6 +471,7 @@ class World:
         worker.session = session
         link = self.links[worker.name]
         self._to_router(worker, session, wpb.SessionResponse(info=worker.info))
+        self._to_router(worker, session, wpb.SessionResponse(state=worker.parts.health.event()))
         worker.put(SessionOpened(session))
         link.sim_session = session  # type: ignore[attr-defined]
         link.commands = SimCommands(self, worker, session)  # type: ignore[assignment]
@@ -480,11 +533,12 @@ class World:
         worker.put(SessionClosed(session))
         link = self.links[worker.name]
         link.sim_session = None  # type: ignore[attr-defined]
-        self.clock.after(self.delay(3.0), lambda: self._lose(link))
+        info = link.info
+        self.clock.after(self.delay(3.0), lambda: self._lose(link, info))
         self.clock.after(0.5 + self.rng.random(), lambda: self._open_session(self.workers[worker.name]))
 
-    def _lose(self, link: WorkerLink) -> None:
-        if link.is_open:
+    def _lose(self, link: WorkerLink, info: wpb.WorkerInfo | None) -> None:
+        if link.is_open and link.info is info:
             link.reason = "broken"
             self.dispatcher.pool._close_link(link)
             self._take_outputs()
@@ -498,14 +552,15 @@ class World:
         worker.is_dead = True
         session, worker.session = worker.session, None
         link = self.links[worker.name]
+        info = link.info
         if session is not None:
             link.sim_session = None  # type: ignore[attr-defined]
-            self.clock.after(self.delay(3.0), lambda: self._lose(link))
+            self.clock.after(self.delay(3.0), lambda: self._lose(link, info))
         for action in self._deaths.pop(worker, []):
             self.clock.after(self.delay(), action)
 
         def restart() -> None:
-            self._lose(link)
+            self._lose(link, info)
             fresh = SimWorker(self, worker.tier, worker.number)
             self.workers[worker.name] = fresh
             self.note(f"{fresh.agent_name} comes up")
@@ -542,17 +597,17 @@ class World:
         request = loop._requests.get(key) if key else None
         ticket = request.ticket if request is not None else loop._quarantined.get(key) if key else None
         if ticket is None or page not in ticket.page_ids or not target.pool._writers[page]:
-            raise BrokenPromise(f"a write of {key} lands in page {page} of {target.agent_name}, which is not open to it")
+            raise BrokenPromise(
+                f"a write of {key} lands in page {page} of {target.agent_name}, which is not open to it"
+            )
 
-    def notify(
-        self, writer: SimWorker, agent_name: str, payload: bytes, seconds: float, after_landing: bool = False
-    ) -> None:
+    def notify(self, writer: SimWorker, agent_name: str, payload: bytes, seconds: float) -> None:
         def arrive() -> None:
             target = self.find_agent(agent_name)
             if target is not None:
                 target.put(Notification(writer.agent_name, payload))
 
-        self.clock.after(seconds + (1e-6 if after_landing else 0.0), arrive)
+        self.clock.after(seconds, arrive)
 
     # clients
 
@@ -592,26 +647,22 @@ class World:
         rng, plan = self.rng, self.plan
         self.start()
         span = 20 * self._latency + 0.5
-        for _ in range(plan.num_requests):
+        for _ in range(self.num_requests):
             self.clock.after(0.2 + span * rng.random(), self.ask)
         if rng.random() < 0.5:
             self.clock.after(0.2 + 1.5 * span * rng.random(), self._cancel_one)
-        for _ in range(rng.randint(0, plan.num_faults)):
+        for _ in range(rng.randint(0, plan.most_faults)):
             self.clock.after(0.2 + 1.5 * span * rng.random(), self._fault)
         # Longer than every timer of ours, shorter than what gives a request up.
         self.clock.run_until(1000.0 + 1.5 * span + 0.3)
         self._fault_rate = 0.0
         self.clock.run_until(1060.0, self._all_ended)
         self.check_answers()
-        # A write that failed keeps its pages until its writer is gone: that is when they must come back.
-        for worker in list(self.workers.values()):
-            if worker.tier == wpb.TIER_PREFILL and not worker.is_dead:
-                self.kill(worker, 0.5)
         self.clock.run_until(self.clock.now + 10.0)
         self.check_pages()
 
     def _all_ended(self) -> bool:
-        return len(self.asked) == self.plan.num_requests and all(asked.ended for asked in self.asked)
+        return len(self.asked) == self.num_requests and all(asked.ended for asked in self.asked)
 
     def _cancel_one(self) -> None:
         running = [asked for asked in self.asked if asked.ended is None]
@@ -628,6 +679,9 @@ class World:
                 self.kill(worker, self.rng.random() * 2)
             case "freeze":
                 self.freeze(worker, self.rng.random() * 3)
+            case "drain":
+                self.note(f"{worker.agent_name} is told to end")
+                worker.drain(hand_over=self.rng.random() < 0.5)
             case "cut":
                 self.break_session(worker)
 
@@ -650,14 +704,14 @@ class World:
                 raise BrokenPromise(f"{name} got {asked.tokens}, not {asked.expected()}")
 
     def check_pages(self) -> None:
-        for worker in self.workers.values():
-            owners = worker.loop._page_owners()
-            faults = worker.pool.check(owners.tables, owners.reads, owners.writes)
-            counts = worker.pool.counts()
+        for process in self.workers.values():
+            owners = process.loop._page_owners()
+            faults = process.pool.check(owners.tables, owners.reads, owners.writes)
+            counts = process.pool.counts()
             if counts.held or counts.pinned or counts.quarantined:
                 faults.append(f"not at rest: {counts}")
             if faults:
-                raise BrokenPromise(f"{worker.agent_name}: {'; '.join(faults)}")
+                raise BrokenPromise(f"{process.agent_name}: {'; '.join(faults)}")
         if self.dispatcher.num_queued or self.dispatcher.num_running:
             raise BrokenPromise("the router still has requests")
 
@@ -674,9 +728,9 @@ def simulated(world: World):
             (router.worker_pool, ("time",)),
             (prefill_service.worker, ("time",)),
             (decode_service.worker, ("time",)),
-            (worker.engine_loop, ("time",)),
-            (worker.health, ("time",)),
-            (worker.stamps, ("time",)),
+            (engine_loop, ("time",)),
+            (worker_health, ("time",)),
+            (worker_stamps, ("time",)),
         )
         for name, value in ((name, clock) for name in names)
     ]
@@ -701,5 +755,3 @@ def run_schedule(seed: int, plan: Plan | None = None) -> None:
         except Exception as error:
             trace = "\n".join(world.trace)
             raise BrokenPromise(f"seed {seed}: {type(error).__name__}: {error}\n{trace}") from error
-
-
