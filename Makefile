@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test soak check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
+.PHONY: setup demo test soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
 
 setup: $(VENV)/.ready
 
@@ -23,6 +23,9 @@ test: setup
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak -s
+
+chaos: setup
+	$(BIN)/python -m pytest tests/chaos -s
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -220,7 +220,7 @@ def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float:
 
     def ask(arm: ArmUnderTest, request: LoadRequest) -> tuple[int, ...]:
         prompt, max_tokens = fitted(request.prompt, info.vocab_size), min(request.max_tokens, 24)
-        options = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+        options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
         try:
             return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
         except KvferryError:

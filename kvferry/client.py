@@ -368,15 +368,19 @@ class Client:
         """Closes the connection; running streams are cancelled."""
         self._channel.close()
 
-    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> GenerationStream:
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, wait_for_ready: bool = False, **options: Any
+    ) -> GenerationStream:
         """Starts an answer; see `make_request` for the options.
 
         timeout: seconds for queue, prefill, transfer and decode together; None: no deadline.
+        wait_for_ready: if the router can't be reached (it is being started again, say), wait for it until the deadline
+        instead of failing at once.
         Iterating raises KvferryError.
         """
-        return GenerationStream(
-            self._stub.Generate(make_request(prompt, **options), timeout=timeout), options.get("n", 1)
-        )
+        request = make_request(prompt, **options)
+        call = self._stub.Generate(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        return GenerationStream(call, options.get("n", 1))
 
     def tokenize(self, prompt: str | Messages) -> list[int]:
         """Token ids of text or a conversation. Raises KvferryError."""
@@ -436,11 +440,13 @@ class AsyncClient:
         """Closes the connection; running streams are cancelled."""
         await self._channel.close()
 
-    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Any) -> AsyncGenerationStream:
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, wait_for_ready: bool = False, **options: Any
+    ) -> AsyncGenerationStream:
         """See `Client.generate`."""
-        return AsyncGenerationStream(
-            self._stub.Generate(make_request(prompt, **options), timeout=timeout), options.get("n", 1)
-        )
+        request = make_request(prompt, **options)
+        call = self._stub.Generate(request, timeout=timeout, wait_for_ready=wait_for_ready)
+        return AsyncGenerationStream(call, options.get("n", 1))
 
     async def model_info(self) -> inference_pb2.GetModelInfoResponse:
         """See `Client.model_info`."""

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +78,8 @@ class ClusterConfig:
     """Longest sequence in tokens. Unset: what the model was trained for."""
     max_num_sequences: int = 64
     """Most sequences at once on each worker."""
+    worker_silence_seconds: float = 10.0
+    """A worker that was not heard of for this long counts as lost."""
     drain_seconds: float = 10.0
     """Time that running requests get to end when the cluster is stopped."""
     port: int = 50051
@@ -167,9 +169,15 @@ class Process:
 class LocalCluster:
     """Starts, watches and stops the processes. Use as a context manager."""
 
-    def __init__(self, config: ClusterConfig, log: TextIO | None = None) -> None:
-        """log: where prefixed log lines go if there is no log_dir; default standard error."""
+    def __init__(
+        self, config: ClusterConfig, log: TextIO | None = None, modules: Mapping[str, str] | None = None
+    ) -> None:
+        """log: where prefixed log lines go if there is no log_dir; default standard error.
+
+        modules: Python modules to run in place of `kvferry`, by process name: for workers that are to fail on purpose.
+        """
         self.config = config
+        self._modules = dict(modules or {})
         self.processes: list[Process] = []
         self._log = log or sys.stderr
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
@@ -282,6 +290,7 @@ class LocalCluster:
     def _start_router(self, name: str, port: int, http_port: int, *flags: str) -> Process:
         arguments = ["--served-model-name", self.model_name, "--port", str(port), "--http-port", str(http_port)]
         arguments += ["--drain-seconds", f"{self.config.drain_seconds:g}"]
+        arguments += ["--worker-silence-seconds", f"{self.config.worker_silence_seconds:g}"]
         for tier in TIERS:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
             if addresses:
@@ -366,7 +375,8 @@ class LocalCluster:
     def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
         ready_file = self._folder / f"{name}-{next(self._starts)}.json"
         read_end, write_end = os.pipe()
-        full = [sys.executable, "-m", "kvferry", command, "--model", str(self._model), *arguments]
+        module = self._modules.get(name, "kvferry")
+        full = [sys.executable, "-m", module, command, "--model", str(self._model), *arguments]
         full += ["--ready-file", str(ready_file), "--log-level", self.config.log_level, "--lifeline-fd", str(read_end)]
         popen = subprocess.Popen(
             full,

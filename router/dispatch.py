@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 from protos import worker_pb2
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
-from router.policy import can_serve, choose_pair, model_hashes, seconds_to_first_token, uncached_tokens
+from router.policy import Pair, can_serve, choose_pair, model_hashes, seconds_to_first_token, uncached_tokens
 from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
@@ -42,6 +43,7 @@ class Dispatcher:
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
         self._num_bound = 0
+        self._had_pairs, self._lost_pairs_at = False, -math.inf
         self._resting: set[Request] = set()
         """Requests that wait a moment before another attempt."""
         self._num_announced = self._announced_tokens = 0
@@ -57,12 +59,13 @@ class Dispatcher:
         return len(self._running)
 
     def check_room(self, num_requests: int, num_tokens: int, deadline_seconds: float | None = None) -> None:
-        """Raises Unavailable if no pair is there at all, ResourceExhausted if the queue has no room or no time.
+        """Raises Unavailable if no pair is there and none was a while ago, ResourceExhausted if the queue has no room
+        or there is no time.
 
         num_tokens: of each request's prompt. deadline_seconds: time left to the client's deadline.
         """
-        pairs = self.pool.ready_pairs()
-        if not pairs:
+        pairs = self._ready_pairs()
+        if not pairs and time.monotonic() - self._lost_pairs_at >= self._config.worker_loss_seconds:
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
         waiting = len(self._queue) + self._num_announced
         if waiting + num_requests > self._config.max_queue_requests:
@@ -133,9 +136,17 @@ class Dispatcher:
             # Between two attempts: nothing of it runs, so no event would ever end it.
             self._finish(request, None)
 
+    def _ready_pairs(self) -> list[Pair]:
+        """Those of the pool. Also notes when the last one is lost: another may come soon."""
+        pairs = self.pool.ready_pairs()
+        if self._had_pairs and not pairs:
+            self._lost_pairs_at = time.monotonic()
+        self._had_pairs = bool(pairs)
+        return pairs
+
     def _bind_waiting(self) -> None:
         """Binds requests in the queue's order, until one has to wait for room."""
-        pairs = self.pool.ready_pairs()
+        pairs = self._ready_pairs()
         for request in self._queue.in_order():
             fitting = [pair for pair in pairs if can_serve(request, pair)]
             if not fitting:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 RESOLVE_SECONDS = 2.0
 """Time between two looks at the addresses of a name."""
 FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS = 1.0
 PROBE_SECONDS = 5.0
 """A pair whose test pages were not told of for this long is connected anew."""
 SILENCE_LOOK_SECONDS = 0.5

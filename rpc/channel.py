@@ -20,7 +20,7 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON,
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     # Every channel has a connection of its own: two sessions to one address must not share fate by accident.
     ("grpc.use_local_subchannel_pool", 1),
 ]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from kv_transfer.base import Notification, PageRegion
+from kv_transfer import transfer_thread
+from kv_transfer.base import Notification, PageRegion, WriteState
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
-from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerFailed, TransferThread, WriteEnded
+from kv_transfer.transfer_thread import (
+    Fenced,
+    PageWrite,
+    PeerConnected,
+    PeerDisconnected,
+    PeerFailed,
+    TransferThread,
+    WriteEnded,
+)
 
 
 class Worker:
@@ -118,8 +128,68 @@ def test_a_peer_is_disconnected_only_when_nothing_is_open_towards_it():
     ended = writer.next_event()
     assert isinstance(ended, WriteEnded)
     assert ended.ok
+    assert writer.next_event() == PeerDisconnected("owner")
     writer.thread.connect(owner.transport.endpoint())
     assert writer.next_event() == PeerConnected("owner")
     assert disconnected == [[]]
+    for worker in (writer, owner):
+        worker.thread.stop()
+
+
+class Gate:
+    """A transport whose look around can be held up, as when the process is stopped."""
+
+    def __init__(self, transport):
+        self._transport, self.open = transport, threading.Event()
+        self.open.set()
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def take_notifications(self):
+        self.open.wait()
+        return self._transport.take_notifications()
+
+
+def test_a_fence_counts_only_time_in_which_progress_is_driven(monkeypatch):
+    """Bytes wait in the network for a process that is stopped; they must land before their pages are given away."""
+    monkeypatch.setattr(transfer_thread, "FENCE_SECONDS", 0.4)
+    monkeypatch.setattr(transfer_thread, "MOST_DRIVEN_SECONDS", 0.05)
+    worker = Worker(lambda name, region: Gate(LocalTransport(LocalHub(), name, region)), "owner")
+    started = time.monotonic()
+    worker.thread.fence("tag")
+    time.sleep(0.1)
+    worker.transport.open.clear()
+    time.sleep(1.0)
+    assert worker.events.empty()
+    worker.transport.open.set()
+    assert worker.next_event() == Fenced("tag")
+    assert time.monotonic() - started > 1.2
+    worker.thread.stop()
+
+
+def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_it():
+    """It would look fresh, and the failed connection would never be taken down."""
+    hub = LocalHub()
+    writer = Worker(lambda name, region: LocalTransport(hub, name, region), "writer")
+    owner = Worker(lambda name, region: LocalTransport(hub, name, region), "owner")
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerConnected("owner")
+    state = [WriteState.IN_PROGRESS]
+
+    class Stuck:
+        def poll(self):
+            return state[0]
+
+    writer.transport.write = lambda *_: Stuck()
+    writer.thread.write(make_write(owner))
+    writer.thread.disconnect("owner")
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerFailed("owner", "its last connection still has open writes")
+    state[0] = WriteState.DONE
+    assert isinstance(writer.next_event(), WriteEnded)
+    assert writer.next_event() == PeerDisconnected("owner")
+    writer.thread.connect(owner.transport.endpoint())
+    assert writer.next_event() == PeerConnected("owner")
     for worker in (writer, owner):
         worker.thread.stop()

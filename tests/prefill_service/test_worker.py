@@ -183,10 +183,12 @@ def test_a_closed_ticket_can_not_be_used_any_more(rig):
     asked = kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r")
     rig.inbox.put(CloseTicket(asked, answers.append))
     rig.turn()
-    assert answers == [True]
+    assert answers == [False], "closed, and no fence is needed"
     rig.submit("r", [1, 2])
     rig.turn()
-    assert "was used or closed before" in rig.failures()["r"][1]
+    _, message, retryable = rig.failures()["r"]
+    assert "was used or closed before" in message
+    assert retryable, "the router has not heard yet that this attempt is over"
 
 
 def test_closing_a_running_ticket_waits_for_its_open_writes(rig):
@@ -197,7 +199,7 @@ def test_closing_a_running_ticket_waits_for_its_open_writes(rig):
     answers = []
     rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
     rig.turn_until(lambda: answers)
-    assert answers == [True]
+    assert answers == [False]
     assert not rig.worker._requests
     assert rig.pool.counts().pinned == 0
 

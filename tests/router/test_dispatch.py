@@ -193,6 +193,25 @@ async def test_without_any_pair_a_request_is_refused_at_once():
         rig.submit()
 
 
+async def test_a_request_that_comes_just_after_the_last_pair_was_lost_waits_for_another():
+    """A rolling restart of a small cluster: for a moment nobody is there."""
+    rig = Rig(loss_seconds=0.1)
+    rig.submit()
+    rig.lose(rig.decode[0])
+    rig.dispatcher._bind_waiting()
+    late = rig.submit(num_tokens=5)
+    assert late.state is RequestState.QUEUED
+    rig.decode[0].info = make_link(wpb.TIER_DECODE, "d0").info
+    rig.prefill[0].ready_peers.add("agent-d0")
+    rig.dispatcher._bind_waiting()
+    assert late.state is RequestState.RESERVING
+    rig.lose(rig.decode[0])
+    rig.dispatcher._bind_waiting()
+    await asyncio.sleep(0.15)
+    with pytest.raises(Unavailable, match="no pair of prefill and decode workers is ready"):
+        rig.submit()
+
+
 async def test_a_request_that_lost_its_last_pair_waits_a_stated_time():
     rig = Rig(loss_seconds=0.05)
     request = rig.submit()
