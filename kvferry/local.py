@@ -170,14 +170,15 @@ class LocalCluster:
     """Starts, watches and stops the processes. Use as a context manager."""
 
     def __init__(
-        self, config: ClusterConfig, log: TextIO | None = None, modules: Mapping[str, str] | None = None
+        self, config: ClusterConfig, log: TextIO | None = None, commands: Mapping[str, list[str]] | None = None
     ) -> None:
         """log: where prefixed log lines go if there is no log_dir; default standard error.
 
-        modules: Python modules to run in place of `kvferry`, by process name: for workers that are to fail on purpose.
+        commands: what to run in place of `kvferry`, by process name: for workers that are to fail on purpose, or to run
+        in another network.
         """
         self.config = config
-        self._modules = dict(modules or {})
+        self._commands = dict(commands or {})
         self.processes: list[Process] = []
         self._log = log or sys.stderr
         self._folder = Path(tempfile.mkdtemp(prefix="kvferry-"))
@@ -375,8 +376,8 @@ class LocalCluster:
     def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
         ready_file = self._folder / f"{name}-{next(self._starts)}.json"
         read_end, write_end = os.pipe()
-        module = self._modules.get(name, "kvferry")
-        full = [sys.executable, "-m", module, command, "--model", str(self._model), *arguments]
+        program = self._commands.get(name, [sys.executable, "-m", "kvferry"])
+        full = [*program, command, "--model", str(self._model), *arguments]
         full += ["--ready-file", str(ready_file), "--log-level", self.config.log_level, "--lifeline-fd", str(read_end)]
         popen = subprocess.Popen(
             full,

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.client import AsyncClient
 from tests.chaos.load import OPTIONS, Load
-from tests.faults.faulty_kvferry import VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
 from tests.faults.link_proxy import LinkProxy
 from tests.integration.support import running_cluster
 from tests.simulation.__main__ import main as simulate
@@ -42,7 +42,7 @@ def cluster(tiny_model, tmp_path_factory, faults_file):
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, decode=2, num_pages=300,
         token_budget=64, worker_silence_seconds=4.0,
-        modules=dict.fromkeys(("prefill-0", "prefill-1"), "tests.faults.faulty_kvferry"),
+        commands={"prefill-0": FAULTY, "prefill-1": FAULTY},
     ) as cluster:  # fmt: skip
         yield cluster
 
@@ -176,7 +176,7 @@ async def test_transfers_fail_and_their_messages_get_lost(cluster, answers, faul
 async def test_10000_cancels_leave_nothing_behind(cluster):
     """Casebook C085, C097, C098, C100, C105: at every stage; pools and memory are flat."""
     rng = random.Random(5)
-    load = Load(cluster.address, [[5] * 20], 4)
+    load = Load(cluster.address, [[5] * 20], MAX_TOKENS)
     await load.learn()
     processes = {name: psutil.Process(cluster.cluster.find(name).pid) for name in (*WORKERS, "router")}
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from kvferry.cli import main
 from protos import kv_pb2
 
 VARIABLE = "KVFERRY_TEST_FAULTS"
+FAULTY = [sys.executable, "-m", "tests.faults.faulty_kvferry"]
 
 
 @dataclass

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from tests.faults.faulty_kvferry import VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
 from tests.integration.support import running_cluster
 
 LONG = random.Random(1).choices(range(2, 258), k=300)
@@ -40,7 +40,7 @@ def cluster(tiny_model, tmp_path_factory, faults):
     os.environ[VARIABLE] = str(faults)
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, num_pages=40, token_budget=64,
-        modules={"prefill-0": "tests.faults.faulty_kvferry"}, decode_prefix_cache=False, prefix_cache=False,
+        commands={"prefill-0": FAULTY}, decode_prefix_cache=False, prefix_cache=False,
         worker_silence_seconds=3.0,
     ) as cluster:  # fmt: skip
         cluster.expected = [cluster.greedy(prompt, 12).token_ids for prompt in OTHERS]

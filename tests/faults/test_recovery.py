@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.client import AsyncClient, Client, KvferryError
 from tests.chaos.load import Load
-from tests.faults.faulty_kvferry import VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
 from tests.faults.link_proxy import LinkProxy
 from tests.integration.support import running_cluster
 
@@ -34,7 +34,7 @@ def faults_file(tmp_path_factory):
 def two_by_two(tiny_model, tmp_path_factory, faults_file):
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, decode=2, num_pages=300,
-        token_budget=64, worker_silence_seconds=3.0, modules={"prefill-0": "tests.faults.faulty_kvferry"},
+        token_budget=64, worker_silence_seconds=3.0, commands={"prefill-0": FAULTY},
     ) as cluster:  # fmt: skip
         rng = random.Random(1)
         load = Load(cluster.address, [rng.choices(IDS, k=rng.randint(20, 250)) for _ in range(8)], 60)
@@ -104,7 +104,7 @@ async def test_a_prefill_worker_dies_and_its_client_goes_in_the_same_moment(clus
 
 
 async def test_a_frozen_worker_is_left_and_taken_back(cluster):
-    """Casebook C095, C141: longer than the router waits to hear of it."""
+    """Casebook C095, C141, C153: longer than the router waits to hear of it."""
     process = psutil.Process(cluster.cluster.find("decode-1").pid)
     async with Running(cluster) as load:
         process.suspend()

@@ -67,11 +67,11 @@ class TestCluster:
 
 
 @contextmanager
-def running_cluster(log_dir: Path, modules=None, **options):
+def running_cluster(log_dir: Path, commands=None, **options):
     """A cluster that is at rest and gone at the end; its logs are shown if something fails."""
     config = ClusterConfig(**({"dtype": "float32", "port": 0, "log_dir": log_dir} | options))
     try:
-        with LocalCluster(config, modules=modules) as cluster, Client(cluster.address) as client:
+        with LocalCluster(config, commands=commands) as cluster, Client(cluster.address) as client:
             pids = [process.pid for process in cluster.processes]
             test_cluster = TestCluster(cluster, client, config)
             yield test_cluster

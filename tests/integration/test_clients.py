@@ -100,6 +100,23 @@ def test_long_messages_are_refused_in_words_before_anything_is_computed(cluster)
     assert cluster.metrics("prefill-0")["kvferry_prompt_tokens_total"] == before
 
 
+def test_names_that_clients_choose_are_no_metric_labels(cluster):
+    """Casebook C155."""
+
+    def series():
+        return {key for key, _ in cluster.metrics("router").items()}
+
+    cluster.client.generate([5, 6], max_tokens=1).result()
+    with pytest.raises(KvferryError):
+        cluster.client.generate([5], max_tokens=1, model="m0").result()
+    before = series()
+    for number in range(50):
+        with pytest.raises(KvferryError):
+            cluster.client.generate([5], max_tokens=1, model=f"model-{number}").result()
+        cluster.client.generate([5], max_tokens=1, request_id=f"id-{number}", cache_salt=f"salt-{number}").result()
+    assert series() == before
+
+
 def test_a_client_that_never_reads_and_then_cancels_is_gone(cluster):
     """Casebook C121."""
     for _ in range(10):
@@ -161,7 +178,7 @@ async def test_answers_are_never_mixed(cluster):
 
 
 async def test_a_full_pool_keeps_moving_and_its_cancelled_leave_nothing(cluster):
-    """Casebook C134, C136, C140: 300 at once where a few fit; handed back, cancelled, or served, and none lost."""
+    """Casebook C134, C136, C140, C156: 300 at once where a few fit; handed back, cancelled, or served, and none lost."""
     rng = random.Random(3)
     preempted = cluster.metrics("decode-0")
     ended = []
@@ -185,7 +202,9 @@ async def test_a_full_pool_keeps_moving_and_its_cancelled_leave_nothing(cluster)
             started = time.monotonic()
             await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
             assert time.monotonic() - started < 2.0
-            moving = [*moving[1:], (await asyncio.to_thread(cluster.metrics, "router"))["kvferry_output_tokens_total"]]
+            values = {name: await asyncio.to_thread(cluster.metrics, name) for name in ("router", *cluster.workers())}
+            assert all(value >= 0 for of_process in values.values() for value in of_process.values())  # C156; NaN fails
+            moving = [*moving[1:], values["router"]["kvferry_output_tokens_total"]]
             assert moving[0] < moving[-1] or len(ended) >= 300, "nothing moves"
             await asyncio.sleep(0.4)
         await asyncio.gather(*tasks)

@@ -124,6 +124,40 @@ async def test_cancelled_streams_leave_no_memory_behind(real_model):
         assert await memory_per_cancel(info, warm_up=500, cycles=1500) < 1500
 
 
+async def test_a_router_that_is_told_to_end_ends_in_time_whatever_its_streams_do(real_model):
+    """Casebook C158: idle channels, running, cancelled and stuck streams; every client gets a status."""
+    worker_flags = ("--tokens-per-step", "64", "--max-model-len", "1000000")
+    with running_router(real_model, 20.0, ("--drain-seconds", "2"), worker_flags) as info:
+        small_window = [("grpc.http2.bdp_probe", 0)]
+        async with (
+            grpc.aio.insecure_channel(info["address"], options=small_window) as stuck,
+            AsyncClient(info["address"]) as client,
+            AsyncClient(info["address"]) as idle,
+        ):
+            await idle.cluster_status()
+            short = [client.generate([5, n + 6], max_tokens=2000, ignore_eos=True) for n in range(10)]
+            reading = [asyncio.create_task(stream.result()) for stream in short]
+            request = make_request([5], max_tokens=900_000, ignore_eos=True)
+            call = inference_pb2_grpc.InferenceServiceStub(stuck).Generate(request)
+            await call.read()
+            endless = asyncio.create_task(client.generate([9], max_tokens=900_000, ignore_eos=True).result())
+            for n in range(10):
+                stream = client.generate([5, n + 50], max_tokens=900_000, ignore_eos=True)
+                await anext(aiter(stream))
+                stream.cancel()
+            router = psutil.Process(info["pid"])
+            started = time.monotonic()
+            router.terminate()
+            assert all(result.finish_reason == "length" for result in await asyncio.gather(*reading))
+            with pytest.raises(KvferryError):
+                await endless
+            with pytest.raises(grpc.aio.AioRpcError):
+                await read_all(call)
+            while router.is_running() and router.status() != psutil.STATUS_ZOMBIE:
+                assert time.monotonic() - started < 10
+                await asyncio.sleep(0.05)
+
+
 async def read_all(call):
     while await call.read():
         pass

@@ -135,7 +135,7 @@ def test_prompts_of_2000_tokens_meet_their_pages_more_often_than_by_turns(two_by
 
 
 async def test_a_killed_router_takes_nothing_from_another_ones_requests(two_by_two, second_router):
-    """Workers free what it had while the other's requests run on; started again, it serves again."""
+    """Casebook C151: workers free what it had while the other's requests run on; started again, it serves again."""
     cluster = two_by_two
     rng = random.Random(4)
     prompts = [rng.choices(range(2, 258), k=60) for _ in range(6)]

@@ -101,6 +101,14 @@ async def test_a_pair_that_breaks_is_tested_again():
     assert len(rig.pool.ready_pairs()) == 2
 
 
+async def test_a_worker_of_another_tier_at_an_address_is_refused():
+    """Casebook C148: somebody else took the address."""
+    rig = PairRig()
+    stranger = make_link(wpb.TIER_PREFILL, "p9", tokenizer="hash").info
+    with pytest.raises(Exception, match="it is a prefill worker, expected was decode"):
+        rig.pool._open_link(rig.decode[0], stranger)
+
+
 def state(rig, link, value, **fields):
     rig.dispatcher.pool._on_state(link, wpb.WorkerStateEvent(state=value, **fields))
 
