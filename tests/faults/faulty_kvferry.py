@@ -40,6 +40,8 @@ class Faults:
     notification_twice: float = 0.0
     notification_late: float = 0.0
     """Share of writes whose notification comes some milliseconds after the data, out of order."""
+    hang_seconds: float = 0.0
+    """How long each post stands in the transport."""
     probes: bool = False
 
     def write_to(self, path: Path) -> None:
@@ -75,6 +77,7 @@ class FaultyTransport:
         is_there = self._num_writes == faults.countdown + 1
         if faults.stop_at == "before post" and is_there:
             stop()
+        time.sleep(faults.hang_seconds)
         chance = self._rng.random()
         if chance < faults.post_fails:
             raise PeerLost("a post that fails on purpose")

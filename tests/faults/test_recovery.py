@@ -11,6 +11,7 @@ import time
 import grpc
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.client import AsyncClient, Client, KvferryError
 from tests.chaos.load import Load
@@ -220,6 +221,42 @@ async def test_a_bad_transport_costs_time_and_nothing_else(cluster, faults_file,
             await asyncio.sleep(2.5)
     finally:
         Faults().write_to(faults_file)
+
+
+async def test_a_worker_whose_transport_hangs_is_not_ready_and_recovers(cluster, faults_file):
+    """Casebook C141: the process lives and answers, but nothing moves; it says where, and its requests go on."""
+    port = cluster.cluster.find("prefill-0").address.rpartition(":")[2]
+    process = cluster.cluster.find("prefill-0")
+    process.popen.terminate()
+    await asyncio.to_thread(process.popen.wait)
+    cluster.cluster.forget(process)
+    process = cluster.cluster.start_worker("prefill", 0, "--port", port, "--wedge-seconds", "0.5")
+    await asyncio.to_thread(cluster.cluster.wait_ready, process)
+    while cluster.client.cluster_status().ready_pairs < 4:
+        await asyncio.sleep(0.05)
+
+    def health():
+        with grpc.insecure_channel(process.address) as channel:
+            return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status
+
+    async with Running(cluster):
+        assert health() == health_pb2.HealthCheckResponse.SERVING
+        Faults(hang_seconds=3.0).write_to(faults_file)
+        end = time.monotonic() + 10
+        while await asyncio.to_thread(health) == health_pb2.HealthCheckResponse.SERVING:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        workers = (await asyncio.to_thread(cluster.client.cluster_status)).workers
+        [told] = [w for w in workers if w.address == process.address]
+        assert told.state == "faulty"
+        assert "the transfer thread has stood for" in told.reason
+        Faults().write_to(faults_file)
+        end = time.monotonic() + 20
+        while await asyncio.to_thread(health) != health_pb2.HealthCheckResponse.SERVING:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+    process.popen.terminate()
+    await come_back(cluster, process)
 
 
 async def test_two_workers_with_one_name_are_two_workers(cluster):

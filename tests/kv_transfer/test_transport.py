@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
 import pytest
 
+from kv_transfer import nixl_transport
 from kv_transfer.base import PageRegion, WriteState
-from kv_transfer.errors import PeerLost, TransferError
+from kv_transfer.errors import PeerLost, TransferError, TransportUnavailable
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 
@@ -160,3 +162,16 @@ def test_nixl_says_why_it_can_not_start(monkeypatch, tmp_path):
     )
     assert "refused: NIXL with UCX can't start" in done.stdout, done.stdout + done.stderr
     assert "UCX_TLS=nonsense" in done.stdout
+
+
+def test_rdma_only_needs_a_device_and_never_allows_tcp(monkeypatch, tmp_path):
+    monkeypatch.setattr(nixl_transport, "RDMA_DEVICES", tmp_path)
+    with pytest.raises(TransportUnavailable, match="--require-rdma, but this machine has no RDMA device"):
+        nixl_transport._forbid_tcp()
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setenv("UCX_TLS", "rc,tcp")
+    with pytest.raises(TransportUnavailable, match="UCX_TLS=rc,tcp allows tcp"):
+        nixl_transport._forbid_tcp()
+    monkeypatch.setenv("UCX_TLS", "")
+    nixl_transport._forbid_tcp()
+    assert os.environ["UCX_TLS"] == "^tcp"
