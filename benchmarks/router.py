@@ -70,7 +70,7 @@ def running_router(
         ]
         try:
             address = _ready(worker_file, processes[0])["address"]
-            arguments = ["router", "--model", str(model), "--colocated", address, *router_flags]
+            arguments = ["router", "--model", str(model), "--colocated", address, "--drain-seconds", "2", *router_flags]
             processes.append(_start(["kvferry", *arguments], router_file))
             yield _ready(router_file, processes[1])
         finally:

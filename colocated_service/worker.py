@@ -292,7 +292,7 @@ class ColocatedWorker(EngineLoop):
 
     def _send_failure(self, request: _Request, code: grpc.StatusCode, message: str, retryable: bool) -> None:
         log.warning("request failed", extra={"request_id": request.key[0], "reason": message})
-        event = failure_event(*request.key, code, message, retryable)
+        event = failure_event(*request.key, code, message, retryable, is_draining=retryable and self._is_draining)
         self._parts.sessions.add(request.session_id, event)
 
     # load

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0005
 """Time between looks while a write is open or one is expected."""
+STALLED_SECONDS = 20.0
+"""A write that takes longer is told of: packets may be dropped without anybody being told."""
 FENCE_SECONDS = 1.0
 """How long bytes that a broken connection left in the network are waited for, while progress is driven. Measured over
 TCP on one machine: they landed within 6 ms."""
@@ -54,6 +56,13 @@ class WriteEnded:
 
 
 @dataclass(frozen=True)
+class WriteStalled:
+    """A write has been open for STALLED_SECONDS. It may still end; until then its pages are in use."""
+
+    write: PageWrite
+
+
+@dataclass(frozen=True)
 class PeerConnected:
     """A peer can be written to."""
 
@@ -83,7 +92,7 @@ class Fenced:
     tag: object
 
 
-TransferEvent = WriteEnded | PeerConnected | PeerFailed | PeerDisconnected | Fenced | Notification
+TransferEvent = WriteEnded | WriteStalled | PeerConnected | PeerFailed | PeerDisconnected | Fenced | Notification
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class _OpenWrite:
     write: PageWrite
     handle: WriteHandle
     started: float
+    is_stalled: bool = False
 
 
 class TransferThread:
@@ -266,6 +276,9 @@ class TransferThread:
             state = entry.handle.poll()
             if state is WriteState.IN_PROGRESS:
                 still_open.append(entry)
+                if not entry.is_stalled and time.monotonic() - entry.started > STALLED_SECONDS:
+                    entry.is_stalled = True
+                    self._deliver(WriteStalled(entry.write))
                 continue
             ok = state is WriteState.DONE
             reason = "" if ok else f"a write to agent {entry.write.agent_name} failed"

@@ -30,6 +30,8 @@ from worker.config import WorkerConfig
 Worker = TypeVar("Worker", bound=WorkerConfig)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+RESTART_PAUSE_SECONDS = 2.0
+"""Before a worker that could not be started again is tried once more."""
 
 
 @dataclass(frozen=True)
@@ -212,9 +214,15 @@ def _up(config: ClusterConfig) -> int:
     from kvferry.local import LocalCluster, StartFailed
 
     stop = threading.Event()
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda *_: stop.set())
     cluster = LocalCluster(config)
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            cluster.kill()  # it was said twice
+        stop.set()
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, on_signal)
     code, said = 0, ""
     try:
         cluster.start(stop.is_set)
@@ -228,7 +236,12 @@ def _up(config: ClusterConfig) -> int:
                 code = 1
                 break
             print(f"kvferry: {said}; starting it again", file=sys.stderr, flush=True)
-            cluster.restart_worker(dead, stop.is_set)
+            try:
+                cluster.restart_worker(dead, stop.is_set)
+            except StartFailed as error:
+                # Whatever it is may be over the next time; the rest goes on meanwhile.
+                print(f"kvferry: {error}", file=sys.stderr, flush=True)
+                stop.wait(RESTART_PAUSE_SECONDS)
             said = ""
     except (StartFailed, ModelUnavailable) as error:
         if not stop.is_set():

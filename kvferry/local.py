@@ -27,13 +27,16 @@ from colocated_service.scheduler import StepPolicy
 from decode_service.scheduler import Admission
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
-from kvferry.client import Client
+from kvferry.client import Client, KvferryError
 from prefill_service.scheduler import Policy
+from protos import inference_pb2
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
 
 START_SECONDS = 300.0
-STOP_SECONDS = 15.0
+ROUTER_STOP_SECONDS = 5.0
+STOP_SECONDS = 20.0
+"""Most time for workers without a router: nobody wants anything of them any more."""
 POLL_SECONDS = 0.02
 TIERS = ("prefill", "decode", "colocated")
 ERROR_PREFIX = "kvferry: error: "
@@ -152,6 +155,8 @@ class Process:
     lifeline: int
     """Our end of the pipe; closing it ends the child."""
     info: dict[str, Any] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    """Of a router, beyond those of the cluster."""
     recent: list[str] = field(default_factory=list)
     """Last lines of its log."""
 
@@ -255,6 +260,7 @@ class LocalCluster:
         self.forget(dead)
         tier, _, index = dead.name.rpartition("-")
         process = self.start_worker(tier, int(index), "--port", dead.address.rpartition(":")[2])
+        process.info = {"address": dead.address}  # for another try, if this one does not get ready
         self.wait_ready(process)
         write_ready_file(self.config.ready_file, self.describe())
         return process
@@ -278,8 +284,9 @@ class LocalCluster:
         """Starts a router that ended again, at the same addresses. Raises StartFailed."""
         self.forget(dead)
         port, http_port = (int(str(dead.info[front]).rpartition(":")[2]) for front in ("address", "http"))
-        process = self._start_router(dead.name, port, http_port)
+        process = self._start_router(dead.name, port, http_port, *dead.flags)
         self.wait_ready(process)
+        write_ready_file(self.config.ready_file, self.describe())
         return process
 
     def forget(self, dead: Process) -> None:
@@ -296,7 +303,9 @@ class LocalCluster:
             addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
             if addresses:
                 arguments += [f"--{tier}", *addresses]
-        return self._spawn(name, "router", [*arguments, *flags])
+        process = self._spawn(name, "router", [*arguments, *flags])
+        process.flags = flags
+        return process
 
     @property
     def model_name(self) -> str:
@@ -329,13 +338,22 @@ class LocalCluster:
         wanted = config.num_prefill * config.num_decode + config.num_colocated
         end = time.monotonic() + seconds
         with Client(self.address) as client:
-            while (status := client.cluster_status()).ready_pairs < wanted:
+            while (status := self._status(client)).ready_pairs < wanted:
+                if (dead := self.dead()) is not None:
+                    raise StartFailed(f"{dead.name} ended with code {dead.popen.returncode}: {dead.recent[-1:]}")
                 if self._give_up():
                     raise StartFailed("told to stop")
                 if time.monotonic() > end:
                     reasons = "; ".join(f"{w.worker_id}: {w.reason}" for w in status.workers if w.reason)
                     raise StartFailed(f"{status.ready_pairs} of {wanted} pairs are ready: {reasons}")
                 time.sleep(POLL_SECONDS)
+
+    @staticmethod
+    def _status(client: Client) -> inference_pb2.GetClusterStatusResponse:
+        try:
+            return client.cluster_status()
+        except KvferryError as error:
+            raise StartFailed(f"the router does not answer: {error}") from error
 
     def describe(self) -> dict[str, object]:
         """Addresses and pids of all processes."""
@@ -357,21 +375,35 @@ class LocalCluster:
         return next((process for process in self.processes if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Ends all processes: SIGTERM to all; SIGKILL for those that do not listen."""
-        for process in reversed(self.processes):
+        """Ends all processes: SIGTERM, routers first, since what they have needs the workers; SIGKILL for those that do
+        not listen."""
+        routers = [process for process in self.processes if process.name.startswith("router")]
+        self._end(routers, self.config.drain_seconds + ROUTER_STOP_SECONDS)
+        self._end([process for process in self.processes if process not in routers], STOP_SECONDS)
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                os.close(process.lifeline)
+        self.processes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        """Ends all processes at once; `stop` is still to be called."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.popen.kill()
+
+    @staticmethod
+    def _end(processes: list[Process], seconds: float) -> None:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 process.popen.send_signal(signal.SIGTERM)
-        end = time.monotonic() + self.config.drain_seconds + STOP_SECONDS
-        for process in self.processes:
+        end = time.monotonic() + seconds
+        for process in processes:
             try:
                 process.popen.wait(max(0.1, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.popen.kill()
                 process.popen.wait()
-            with contextlib.suppress(OSError):
-                os.close(process.lifeline)
-        self.processes.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
         ready_file = self._folder / f"{name}-{next(self._starts)}.json"

@@ -27,7 +27,7 @@ from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
-from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnected, PeerFailed, WriteEnded
+from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnected, PeerFailed, WriteEnded, WriteStalled
 from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
@@ -210,6 +210,9 @@ class PrefillWorker(EngineLoop):
                     self._forget_peer(session_id, agent_name)
             case WriteEnded():
                 self._on_write_ended(message)
+            case WriteStalled(write):
+                # Nobody says that the connection is broken, but nothing comes through.
+                self._on_peer_failed(write.agent_name, f"a write to agent {write.agent_name} does not end")
             case PeerConnected(agent_name):
                 self._send_probes(agent_name)
             case PeerFailed(agent_name, reason):
@@ -447,7 +450,8 @@ class PrefillWorker(EngineLoop):
             "request failed",
             extra={"request_id": request.ticket.request_id, "attempt": request.ticket.attempt, "reason": message},
         )
-        event = failure_event(*request.ticket.key, code, message, retryable)
+        is_draining = retryable and self._is_draining
+        event = failure_event(*request.ticket.key, code, message, retryable, is_draining)
         self._parts.sessions.add(request.session_id, event)
 
     def _close_ticket(self, asked: kv_pb2.CloseTicketRequest, done: Callable[[bool], None]) -> None:

@@ -1204,6 +1204,7 @@ class RequestFailedEvent(_message.Message):
     STATUS_CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Request."""
     attempt: _builtins.int
@@ -1214,6 +1215,8 @@ class RequestFailedEvent(_message.Message):
     """Why, in words."""
     retryable: _builtins.bool
     """Another attempt may succeed."""
+    is_draining: _builtins.bool
+    """The worker is draining: nothing is wrong with the request."""
     def __init__(
         self,
         *,
@@ -1222,10 +1225,11 @@ class RequestFailedEvent(_message.Message):
         status_code: _builtins.int = ...,
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        is_draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "message", b"message", "request_id", b"request_id", "retryable", b"retryable", "status_code", b"status_code"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_draining", b"is_draining", "message", b"message", "request_id", b"request_id", "retryable", b"retryable", "status_code", b"status_code"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import time
 from typing import Literal
@@ -43,7 +42,8 @@ class Dispatcher:
         self._running: dict[tuple[str, int], Request] = {}
         self._recheck: asyncio.TimerHandle | None = None
         self._num_bound = 0
-        self._had_pairs, self._lost_pairs_at = False, -math.inf
+        # A router that was just started is like one that has just lost its workers: they may come soon.
+        self._had_pairs, self._lost_pairs_at = False, time.monotonic()
         self._resting: set[Request] = set()
         """Requests that wait a moment before another attempt."""
         self._num_announced = self._announced_tokens = 0
@@ -65,7 +65,7 @@ class Dispatcher:
         num_tokens: of each request's prompt. deadline_seconds: time left to the client's deadline.
         """
         pairs = self._ready_pairs()
-        if not pairs and time.monotonic() - self._lost_pairs_at >= self._config.worker_loss_seconds:
+        if not pairs and not self.may_get_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
         waiting = len(self._queue) + self._num_announced
         if waiting + num_requests > self._config.max_queue_requests:
@@ -98,13 +98,17 @@ class Dispatcher:
         self._num_announced += num_requests
         self._announced_tokens += num_requests * num_tokens
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; its output tells how it goes."""
+    def submit(self, request: Request, may_expire: bool = True) -> None:
+        """Queues a request; its output tells how it goes.
+
+        may_expire: `--max-queue-seconds` is for it; not for further answers of a request that has begun.
+        """
+        request.may_expire, request.submitted = may_expire, time.monotonic()
         request.stamp_now("queued")
         self._queue.admit(request, self.pool.slowdown())
         self._bind_waiting()
         seconds = self._config.max_queue_seconds
-        if seconds is not None and request.state is RequestState.QUEUED:
+        if may_expire and seconds is not None and request.state is RequestState.QUEUED:
             asyncio.get_running_loop().call_later(seconds, self._end_waiting, request, seconds)
 
     def _end_waiting(self, request: Request, seconds: float) -> None:
@@ -135,6 +139,11 @@ class Dispatcher:
         else:
             # Between two attempts: nothing of it runs, so no event would ever end it.
             self._finish(request, None)
+
+    def may_get_pairs(self) -> bool:
+        """While no pair is ready: whether it is worth while to wait for one."""
+        waited = time.monotonic() - self._lost_pairs_at
+        return self.pool.can_have_pairs() and waited < self._config.worker_loss_seconds
 
     def _ready_pairs(self) -> list[Pair]:
         """Those of the pool. Also notes when the last one is lost: another may come soon."""
@@ -297,7 +306,7 @@ class Dispatcher:
         request.state = RequestState.QUEUED
         self._queue.put_back(request)
         seconds = self._config.max_queue_seconds
-        if seconds is not None and time.monotonic() - request.received >= seconds:
+        if request.may_expire and seconds is not None and time.monotonic() - request.submitted >= seconds:
             self._end_waiting(request, seconds)
         self._bind_waiting()
 
@@ -334,8 +343,9 @@ class Dispatcher:
 
     def _on_transfer_finished(self, request: Request, event: worker_pb2.TransferFinishedEvent) -> None:
         request.take_transfer(event.kv_transfer)
+        had_two_legs = request.prefill is not None
         self._close_leg(request, "prefill", abort=False)
-        if request.decode is not None and not request.is_answered:
+        if had_two_legs and request.decode is not None and not request.is_answered:
             done = worker_pb2.TransferDoneCommand(request_id=request.wire_id, attempt=request.attempt)
             request.decode.send(worker_pb2.SessionRequest(transfer_done=done))
         self._finish_if_over(request)
@@ -348,9 +358,10 @@ class Dispatcher:
         if request.is_answered:
             self._finish_if_over(request)
         elif failed.retryable:
-            self._metrics.retries.labels("leg_failed").inc()
+            self._metrics.retries.labels("draining" if failed.is_draining else "leg_failed").inc()
             # A connection that fails says nothing about the request; a step that fails may be its fault.
-            self._retry(request, error, limit="time" if isinstance(error, Unavailable) else "count")
+            kind: RetryLimit = "time" if isinstance(error, Unavailable) else "count"
+            self._retry(request, error, limit=None if failed.is_draining else kind)
         else:
             self._finish(request, error)
 
@@ -372,22 +383,21 @@ class Dispatcher:
     # ends
 
     def _retry(self, request: Request, error: RequestError, limit: RetryLimit | None = "count") -> None:
-        """Another attempt, ahead of newer requests, unless too many in a row brought no token, or for too long.
+        """Another attempt, ahead of newer requests, unless too many in a row brought no token.
 
-        limit: how this one counts, if it brought none. Those that count by number may be the request's own fault: it
-        must not take one worker after the other down.
+        limit: how this one counts, if it brought none. "count": it may be the request's own fault, which must not take
+        one worker after the other down. "time": a connection failed; it is given up if as many did for as long as a
+        lost worker is waited for. None: nothing failed.
         """
         self._end_attempt(request)
-        now = time.monotonic()
-        if request.num_attempt_tokens or request.fruitless_since is None:
-            request.num_fruitless, request.fruitless_since = 0, now
-        if not request.num_attempt_tokens:
-            request.num_fruitless += limit == "count"
-        was_long = limit == "time" and now - request.fruitless_since >= self._config.worker_loss_seconds
-        if request.num_fruitless >= MAX_FRUITLESS_ATTEMPTS or was_long:
+        brought_tokens = request.num_attempt_tokens > 0
+        if brought_tokens:
+            request.failures.clear()
+        elif limit is not None:
+            request.failures.append((limit, time.monotonic()))
+        if self._is_hopeless(request):
             self._finish(request, error)
             return
-        brought_tokens = request.num_attempt_tokens > 0
         request.begin_attempt()
         log.info(
             "request goes on elsewhere",
@@ -407,6 +417,12 @@ class Dispatcher:
         pause = min(FIRST_REST_SECONDS * 2 ** (request.num_retries - 2), LONGEST_REST_SECONDS)
         self._resting.add(request)
         asyncio.get_running_loop().call_later(pause * random.uniform(0.5, 1.5), self._end_rest, request)
+
+    def _is_hopeless(self, request: Request) -> bool:
+        by_count = sum(limit == "count" for limit, _ in request.failures)
+        at = [moment for limit, moment in request.failures if limit == "time"]
+        was_long = len(at) >= MAX_FRUITLESS_ATTEMPTS and at[-1] - at[0] >= self._config.worker_loss_seconds
+        return by_count >= MAX_FRUITLESS_ATTEMPTS or was_long
 
     def _end_rest(self, request: Request) -> None:
         if request in self._resting:

@@ -20,6 +20,7 @@ from rpc.errors import AlreadyExists, Unavailable
 
 log = logging.getLogger(__name__)
 
+FIRST_LIMITS_POLL_SECONDS = 0.05
 BYTES_TO_CHECK_AT_ONCE = 20_000
 """Requests up to this size are checked on the event loop: a millisecond or two."""
 
@@ -42,6 +43,13 @@ class Generator:
             )
         return self._limits
 
+    async def _first_limits(self) -> ClusterLimits:
+        """As `limits`, but a router that was just started waits for its first workers."""
+        dispatcher = self._dispatcher
+        while self._limits is None and dispatcher.may_get_pairs() and not dispatcher.pool.limits():  # noqa: ASYNC110
+            await asyncio.sleep(FIRST_LIMITS_POLL_SECONDS)
+        return self.limits()
+
     async def generate(
         self, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
@@ -49,7 +57,7 @@ class Generator:
 
         deadline_seconds: time left to the client's deadline; None: no deadline.
         """
-        limits = self.limits()
+        limits = await self._first_limits()
         if request.ByteSize() > BYTES_TO_CHECK_AT_ONCE:
             # Tokenizing a long text takes long; other streams must not wait for it.
             checked = await asyncio.to_thread(check_request, request, self._tokenizer, self.model_name, limits)
@@ -96,7 +104,7 @@ class Generator:
                     # The others come when the first one decodes: then that pair has the prompt's pages in its caches.
                     self._dispatcher.announce(-len(siblings), num_tokens)
                     for sibling in siblings:
-                        self._dispatcher.submit(sibling.request)
+                        self._dispatcher.submit(sibling.request, may_expire=False)
                     siblings = []
                 open_answers = [answer for answer in open_answers if not answer.is_over]
         finally:

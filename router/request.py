@@ -76,10 +76,12 @@ class Request:
     """The prompts that worker was sent before this attempt's, and this one; None: it was not sent yet."""
     unservable_since: float | None = None
     """time.monotonic() since when no present pair could serve it."""
-    num_fruitless: int = 0
-    """Attempts in a row that brought no token, and may have been its own fault."""
-    fruitless_since: float | None = None
-    """time.monotonic() of the first failure since the last token."""
+    failures: list[tuple[str, float]] = field(default_factory=list)
+    """Failed attempts since the last token: how each counts, and its time.monotonic()."""
+    submitted: float = 0.0
+    """time.monotonic() when it was queued first."""
+    may_expire: bool = True
+    """It may be refused for waiting too long for its first worker."""
     num_retries: int = 0
     """Further attempts since the last token."""
     model_hashes: tuple[str, str] | None = None

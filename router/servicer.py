@@ -114,7 +114,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 tier=worker_pb2.Tier.Name(link.tier).removeprefix("TIER_").lower(),
                 address=link.address,
                 state=link.state,
-                reason=link.reason,
+                reason=link.reason or link.pair_reason,
                 total_pages=link.info.limits.num_pages if link.info else 0,
                 free_pages=link.load.free_pages if link.info else 0,
                 cached_pages=link.load.cached_pages,

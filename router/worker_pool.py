@@ -57,6 +57,9 @@ class WorkerLink:
         """Set while a session is open."""
         self.state = "connecting"
         self.reason = ""
+        """Why it can't be used, if so."""
+        self.pair_reason = ""
+        """Why it has no pair, or one less, as far as that is known."""
         self.load = worker_pb2.LoadReport()
         self.is_listed = True
         """Its address is one that the router was given, or that a name still has."""
@@ -79,7 +82,8 @@ class WorkerLink:
         """Held while a test of this decode worker runs."""
         self.takes_work = True
         """It is neither draining nor faulty."""
-        self.commands: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self.commands: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()
+        """For the open session; None ends it."""
 
     @property
     def is_open(self) -> bool:
@@ -190,6 +194,10 @@ class WorkerPool:
             if prefill.is_usable and decode.is_usable and decode.agent_name in prefill.ready_peers
         ]
 
+    def can_have_pairs(self) -> bool:
+        """Whether this router was given workers that could serve together, wherever they are now."""
+        return bool(self._unresolved or self.colocated or (self.prefill and self.decode))
+
     def slowdown(self) -> int:
         """Order of prompts, as the prefill workers keep it; see `WorkerLimits.slowdown`."""
         computing = [*self.prefill, *self.colocated]
@@ -214,11 +222,11 @@ class WorkerPool:
     def why_not_ready(self) -> str:
         """In words, for clients and people."""
         parts = [f"{DNS_PREFIX}{name} has no addresses: {reason}" for name, reason in self._unresolved.items()]
-        if not parts and not self.colocated and not (self.prefill and self.decode):
+        if not self.can_have_pairs():
             return "this router was given no prefill or no decode worker, and no colocated one"
         for link in self.links:
             tier = _tier_name(link.tier)
-            why = link.reason or ("no pair with it is ready" if link.is_open else "not connected")
+            why = link.reason or link.pair_reason or ("no pair with it is ready" if link.is_open else "not connected")
             parts.append(f"{tier} {link.address}: {why}")
         return "; ".join(parts)
 
@@ -277,12 +285,15 @@ class WorkerPool:
                 async for event in call:
                     self.receive(link, event)
             except asyncio.CancelledError:
-                if watch.done():
+                task = asyncio.current_task()
+                if watch.done() and not (task is not None and task.cancelling()):
                     raise _Silent(f"nothing was heard of it for {self._silence_seconds:g} s") from None
                 raise
             finally:
                 watch.cancel()
                 call.cancel()
+                # gRPC leaves its reader of commands waiting if the worker ended the session.
+                link.commands.put_nowait(None)
 
     def receive(self, link: WorkerLink, event: worker_pb2.SessionResponse) -> None:
         """Acts on an event of a worker."""
@@ -323,8 +334,9 @@ class WorkerPool:
         hello = worker_pb2.RouterHello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
         link.commands = asyncio.Queue()
         yield worker_pb2.SessionRequest(hello=hello)
-        while True:
-            yield await link.commands.get()
+        commands = link.commands
+        while (command := await commands.get()) is not None:
+            yield command
 
     def _open_link(self, link: WorkerLink, info: worker_pb2.WorkerInfo) -> None:
         if info.tier != link.tier:
@@ -334,7 +346,7 @@ class WorkerPool:
                 f"its tokenizer differs from the router's (worker {info.fingerprint.tokenizer_hash[:12]}, "
                 f"router {self._tokenizer_hash[:12]})"
             )
-        link.info, link.state, link.reason = info, "ready", ""
+        link.info, link.state, link.reason, link.pair_reason = info, "ready", "", ""
         link.takes_work = True
         link.num_prompts_sent = 0
         link.load = worker_pb2.LoadReport(free_pages=info.limits.num_pages)
@@ -374,7 +386,7 @@ class WorkerPool:
                 Fingerprint.from_proto(prefill.info.fingerprint), Fingerprint.from_proto(decode.info.fingerprint)
             )
         except LayoutMismatch as error:
-            prefill.reason = decode.reason = f"not paired: {error}"
+            prefill.pair_reason = decode.pair_reason = f"not paired: {error}"
             log.error("pair refused", extra={"prefill": prefill.name, "decode": decode.name, "reason": str(error)})
             return
         if decode.agent_name not in prefill.probes:
@@ -390,6 +402,8 @@ class WorkerPool:
         while prefill.info is writer and decode.info is owner:
             # One after the other: there is only one set of pages to send them to.
             async with decode.probing:
+                if prefill.info is not writer or decode.info is not owner:
+                    return  # and what their next sessions have begun is theirs
                 probe = prefill.probes[agent_name] = _Probe()
                 connect = worker_pb2.ConnectPeerCommand(
                     incarnation_id=owner.incarnation_id, endpoint=owner.endpoint, probe_id=probe.probe_id
@@ -404,11 +418,11 @@ class WorkerPool:
             if not reason:
                 del prefill.probes[agent_name]
                 prefill.ready_peers.add(agent_name)
-                prefill.reason = decode.reason = ""
+                prefill.pair_reason = decode.pair_reason = ""
                 log.info("pair ready", extra={"prefill": prefill.name, "decode": decode.name})
                 self._on_change()
                 return
-            prefill.reason = reason
+            prefill.pair_reason = reason
             log.warning("pair not ready", extra={"prefill": prefill.name, "decode": decode.name, "reason": reason})
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
@@ -431,7 +445,7 @@ class WorkerPool:
             return
         # It was ready. A failure is not for ever.
         prefill.ready_peers.discard(event.agent_name)
-        prefill.reason = reason
+        prefill.pair_reason = reason
         log.warning("pair failed", extra={"prefill": prefill.name, "decode": event.agent_name, "reason": event.reason})
         for decode in self.decode:
             if decode.is_open and decode.agent_name == event.agent_name:

@@ -55,11 +55,16 @@ def prompt_logprobs(prompt: PromptLogits) -> list[TokenLogprobs]:
 
 
 def failure_event(
-    request_id: str, attempt: int, code: grpc.StatusCode, message: str, retryable: bool
+    request_id: str, attempt: int, code: grpc.StatusCode, message: str, retryable: bool, is_draining: bool = False
 ) -> worker_pb2.SessionResponse:
     """What a router hears of a request that ended without its answer."""
     failure = worker_pb2.RequestFailedEvent(
-        request_id=request_id, attempt=attempt, status_code=code.value[0], message=message, retryable=retryable
+        request_id=request_id,
+        attempt=attempt,
+        status_code=code.value[0],
+        message=message,
+        retryable=retryable,
+        is_draining=is_draining,
     )
     return worker_pb2.SessionResponse(request_failed=failure)
 

@@ -21,6 +21,7 @@ from kv_transfer.transfer_thread import (
     PeerFailed,
     TransferThread,
     WriteEnded,
+    WriteStalled,
 )
 
 
@@ -168,7 +169,7 @@ def test_a_fence_counts_only_time_in_which_progress_is_driven(monkeypatch):
     worker.thread.stop()
 
 
-def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_it():
+def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_it(monkeypatch):
     """It would look fresh, and the failed connection would never be taken down."""
     hub = LocalHub()
     writer = Worker(lambda name, region: LocalTransport(hub, name, region), "writer")
@@ -181,8 +182,11 @@ def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_
         def poll(self):
             return state[0]
 
+    monkeypatch.setattr(transfer_thread, "STALLED_SECONDS", 0.05)
     writer.transport.write = lambda *_: Stuck()
     writer.thread.write(make_write(owner))
+    stalled = writer.next_event()
+    assert isinstance(stalled, WriteStalled), "nobody says that it failed, but it does not end"
     writer.thread.disconnect("owner")
     writer.thread.connect(owner.transport.endpoint())
     assert writer.next_event() == PeerFailed("owner", "its last connection still has open writes")

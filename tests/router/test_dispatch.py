@@ -174,6 +174,55 @@ async def test_a_connection_that_fails_is_tried_for_as_long_as_a_lost_worker_is_
     assert MAX_FRUITLESS_ATTEMPTS < attempts < 20
 
 
+async def test_one_failed_connection_after_a_long_time_is_not_the_end():
+    """What took long was computing and waiting, not failing."""
+    rig = Rig(loss_seconds=0.05)
+    request = rig.submit()
+    rig.preempted(request)
+    fail(rig, request, grpc.StatusCode.UNAVAILABLE)
+    await asyncio.sleep(0.1)
+    fail(rig, request, grpc.StatusCode.UNAVAILABLE)
+    await asyncio.sleep(0.15)
+    assert request.state is RequestState.RESERVING
+
+
+async def test_draining_workers_cost_a_request_no_failure():
+    rig = Rig(loss_seconds=0.0)
+    request = rig.submit()
+    for _ in range(2 * MAX_FRUITLESS_ATTEMPTS):
+        failed = wpb.RequestFailedEvent(
+            request_id=request.wire_id, attempt=request.attempt, status_code=14, retryable=True, is_draining=True
+        )
+        rig.event(request.decode, request_failed=failed)
+    assert request.state is RequestState.RESERVING
+
+
+async def test_decode_is_told_when_prefill_has_sent_everything_and_a_colocated_worker_is_not():
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.tokens(request, rig.prefill[0], 0, 11)
+    rig.sent(rig.decode[0])
+    rig.transferred(request, rig.prefill[0])
+    assert rig.kinds(rig.decode[0]) == ["transfer_done"]
+    alone = Rig(prefill=0, decode=0)
+    worker = make_colocated(alone)
+    request = alone.submit()
+    alone.tokens(request, worker, 0, 11)
+    alone.sent(worker)
+    alone.transferred(request, worker)
+    assert alone.kinds(worker) == []
+
+
+async def test_further_answers_do_not_expire_once_the_first_has_begun():
+    rig = Rig(max_queue_seconds=0.02)
+    rig.decode[0].is_full = True
+    sibling = rig.make_request()
+    rig.dispatcher.submit(sibling, may_expire=False)
+    await asyncio.sleep(0.05)
+    assert sibling.state is RequestState.QUEUED
+
+
 async def test_a_request_that_rests_can_be_cancelled():
     rig = Rig()
     request = rig.submit()
@@ -186,9 +235,19 @@ async def test_a_request_that_rests_can_be_cancelled():
     assert request.decode is None
 
 
-async def test_without_any_pair_a_request_is_refused_at_once():
+async def test_without_workers_that_could_serve_a_request_is_refused_at_once():
     rig = Rig()
+    rig.dispatcher.pool.decode.clear()
+    with pytest.raises(Unavailable, match="was given no prefill or no decode worker"):
+        rig.submit()
+
+
+async def test_a_router_that_was_just_started_waits_for_its_first_pair_but_not_for_ever():
+    rig = Rig(loss_seconds=0.1)
     rig.prefill[0].ready_peers.clear()
+    early = rig.submit()
+    assert early.state is RequestState.QUEUED
+    await asyncio.sleep(0.15)
     with pytest.raises(Unavailable, match="no pair of prefill and decode workers is ready"):
         rig.submit()
 

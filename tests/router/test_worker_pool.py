@@ -88,6 +88,25 @@ async def test_tests_towards_one_decode_worker_do_not_come_across_each_other():
     assert len(rig.pool.ready_pairs()) == 2
 
 
+async def test_a_session_that_blips_while_a_test_waits_for_another_loses_no_pair():
+    rig = PairRig(prefill=2)
+    rig.connect()
+    await rig.asked(rig.prefill[0])  # its test runs, that of the other one waits
+    decode, info = rig.decode[0], rig.decode[0].info
+    rig.pool._close_link(decode)
+    await asyncio.sleep(0)
+    decode.info = wpb.WorkerInfo()
+    decode.info.CopyFrom(info)  # the same incarnation, connected again
+    rig.connect()
+    for _ in range(20):
+        await asyncio.sleep(0.02)
+        for prefill in rig.prefill:
+            for command in rig.sent(prefill):
+                if command.HasField("connect_peer"):
+                    rig.probed(prefill, decode, command.connect_peer.probe_id)
+    assert len(rig.pool.ready_pairs()) == 2
+
+
 async def test_a_pair_that_breaks_is_tested_again():
     """Casebook C095, C113: not for ever, and only that pair."""
     rig = PairRig(decode=2)
