@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from protos import inference_pb2, inference_pb2_grpc
-from rpc.channel import CHANNEL_OPTIONS, open_channel
+from rpc.channel import CLIENT_OPTIONS
 
 Messages = Seq[Mapping[str, str]]
 """A conversation: mappings with "role" and "content", oldest first."""
@@ -352,7 +352,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         """address: host:port of the router."""
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = inference_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -423,7 +423,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         """address: host:port of the router."""
-        self._channel = open_channel(address)
+        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
             self._channel
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import grpc
@@ -24,6 +25,24 @@ CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # Every channel has a connection of its own: two sessions to one address must not share fate by accident.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+RETRY_POLICY = {
+    "methodConfig": [
+        {
+            "name": [{"service": "kvferry.v1.InferenceService"}],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.1s",
+                "maxBackoff": "1s",
+                "backoffMultiplier": 2,
+                # What a server that ends answers to calls that it had accepted and not begun. Nothing else answers so:
+                # a client that cancels its call does not wait for a status.
+                "retryableStatusCodes": ["CANCELLED"],
+            },
+        }
+    ]
+}
+"""gRPC's own retries, before the first message only. For clients, so that a router can be restarted under them."""
+CLIENT_OPTIONS: list[tuple[str, Any]] = [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(RETRY_POLICY))]
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     *_COMMON,
     # Two servers on one port would each get half of the calls; a port in use must be an error.

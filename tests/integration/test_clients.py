@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from kvferry.client import AsyncClient, KvferryError
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from rpc.channel import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
+from rpc.channel import CLIENT_OPTIONS, MAX_MESSAGE_BYTES, SERVER_OPTIONS
 from tests.integration.support import running_cluster
 
 IDS = range(2, 258)
@@ -67,7 +67,7 @@ def test_the_options_exist_in_this_grpc():
 
     with open(cygrpc.__file__, "rb") as library:
         known = library.read()
-    for name, _ in CHANNEL_OPTIONS + SERVER_OPTIONS:
+    for name, _ in CLIENT_OPTIONS + SERVER_OPTIONS:
         assert name.encode() + b"\0" in known, name
 
 
