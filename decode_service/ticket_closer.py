@@ -50,6 +50,7 @@ class TicketCloser:
         self._loop, self._inbox = loop, inbox
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._met: set[tuple[str, str]] = set()
         """(worker id, address): workers that answered, under their name, at their address."""
         self._introduced: set[Writer] = set()
@@ -65,12 +66,25 @@ class TicketCloser:
         request = kv_pb2.CloseTicketRequest(
             writer_incarnation_id=writer.incarnation_id, agent_name=agent_name, request_id=request_id, attempt=attempt
         )
-        self._loop.call_soon_threadsafe(self._run, self._close(request, writer))
+        self._loop.call_soon_threadsafe(self._begin, (request_id, attempt), self._close(request, writer))
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def settled(self, request_id: str, attempt: int) -> None:
+        """Called on the engine thread: the pages came back some other way. Harmless if nothing is asked any more."""
+        self._loop.call_soon_threadsafe(self._end, (request_id, attempt))
+
+    def _begin(self, key: tuple[str, int], work: Coroutine[Any, Any, None]) -> None:
+        self._closing[key] = self._run(work)
+        self._closing[key].add_done_callback(lambda _: self._closing.pop(key, None))
+
+    def _end(self, key: tuple[str, int]) -> None:
+        if (task := self._closing.get(key)) is not None:
+            task.cancel()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _meet(self, writer: Writer) -> None:
         """Asks for a ticket that does not exist: a harmless question that any writer answers."""
@@ -108,7 +122,9 @@ class TicketCloser:
             )
             return None
         if not self._note(writer, response):
-            return None
+            # Somebody else has the address. If the writer was there before, its port is closed, so it is gone.
+            is_known = (writer.worker_id, writer.address) in self._met
+            return ("another worker has the writer's address", True) if is_known else None
         if response.incarnation_id == writer.incarnation_id:
             return "closed by the writer", response.needs_fence
         return "the writer was restarted", True

@@ -280,6 +280,7 @@ class DecodeWorker(EngineLoop):
         self._parts.pool.close_to_writer(ticket.page_ids)
         if request is None:
             del self._quarantined[key], self._quarantined_since[key]
+            self._closer.settled(*key)
         elif ticket.is_complete:
             self._start(request)
         elif ticket.answer_ended:
@@ -401,6 +402,7 @@ class DecodeWorker(EngineLoop):
         ticket = self._quarantined.pop(key, None)
         if ticket is not None:
             del self._quarantined_since[key]
+            self._closer.settled(*key)
             self._parts.pool.close_to_writer(ticket.page_ids)
             log.debug("pages left quarantine", extra={"request_id": key[0], "attempt": key[1], "reason": reason})
 

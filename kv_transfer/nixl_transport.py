@@ -71,10 +71,11 @@ def _forbid_tcp() -> None:
     if not devices:
         raise TransportUnavailable(f"--require-rdma, but this machine has no RDMA device ({RDMA_DEVICES} is empty)")
     allowed = os.environ.get("UCX_TLS", "")
-    if "tcp" in allowed.removeprefix("^").split(",") and not allowed.startswith("^"):
+    names = set(allowed.removeprefix("^").split(",")) - {""}
+    if allowed.startswith("^") or not allowed:
+        os.environ["UCX_TLS"] = "^" + ",".join(sorted(names | {"tcp"}))
+    elif names & {"tcp", "all"}:
         raise TransportUnavailable(f"--require-rdma, but UCX_TLS={allowed} allows tcp")
-    if not allowed:
-        os.environ["UCX_TLS"] = "^tcp"
     log.info("RDMA only", extra={"devices": ",".join(devices), "UCX_TLS": os.environ["UCX_TLS"]})
 
 

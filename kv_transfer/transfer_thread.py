@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 BUSY_SECONDS = 0.0005
 """Time between looks while a write is open or one is expected."""
 STALLED_SECONDS = 20.0
-"""A write that takes longer is told of: packets may be dropped without anybody being told."""
+"""A peer with open writes of which none ended for so long has failed: packets may be dropped without a word."""
 FENCE_SECONDS = 1.0
 """How long bytes that a broken connection left in the network are waited for, while progress is driven. Measured over
 TCP on one machine: they landed within 6 ms."""
@@ -56,13 +56,6 @@ class WriteEnded:
 
 
 @dataclass(frozen=True)
-class WriteStalled:
-    """A write has been open for STALLED_SECONDS. It may still end; until then its pages are in use."""
-
-    write: PageWrite
-
-
-@dataclass(frozen=True)
 class PeerConnected:
     """A peer can be written to."""
 
@@ -92,7 +85,7 @@ class Fenced:
     tag: object
 
 
-TransferEvent = WriteEnded | WriteStalled | PeerConnected | PeerFailed | PeerDisconnected | Fenced | Notification
+TransferEvent = WriteEnded | PeerConnected | PeerFailed | PeerDisconnected | Fenced | Notification
 
 
 @dataclass(frozen=True)
@@ -144,6 +137,8 @@ class TransferThread:
         self._doomed: set[str] = set()  # peers to disconnect once nothing is open towards them
         self._expecting = False
         self._fences: list[_Fence] = []
+        self._last_end: dict[str, float] = {}
+        """When a write to a peer ended last."""
         self._turned_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
@@ -261,6 +256,10 @@ class TransferThread:
             self._do(_Notify(write.agent_name, write.payload))
             self._deliver(WriteEnded(write, True, started, started))
             return
+        if write.agent_name in self._doomed:
+            reason = f"the connection to agent {write.agent_name} has failed"
+            self._deliver(WriteEnded(write, False, started, started, reason))
+            return
         try:
             handle = self._transport.write(write.agent_name, write.local_pages, write.remote_pages, write.payload)
         except TransferError as error:
@@ -272,14 +271,17 @@ class TransferThread:
     def _poll_writes(self) -> None:
         still_open: list[_OpenWrite] = []
         failed: set[str] = set()
+        stalled: set[str] = set()
         for entry in self._open:
             state = entry.handle.poll()
             if state is WriteState.IN_PROGRESS:
                 still_open.append(entry)
-                if not entry.is_stalled and time.monotonic() - entry.started > STALLED_SECONDS:
+                last = max(entry.started, self._last_end.get(entry.write.agent_name, 0.0))
+                if not entry.is_stalled and time.monotonic() - last > STALLED_SECONDS:
                     entry.is_stalled = True
-                    self._deliver(WriteStalled(entry.write))
+                    stalled.add(entry.write.agent_name)
                 continue
+            self._last_end[entry.write.agent_name] = time.monotonic()
             ok = state is WriteState.DONE
             reason = "" if ok else f"a write to agent {entry.write.agent_name} failed"
             self._deliver(WriteEnded(entry.write, ok, entry.started, time.monotonic(), reason))
@@ -288,6 +290,9 @@ class TransferThread:
         self._open = still_open
         for agent_name in failed:
             self._fail_peer(agent_name, f"a write to agent {agent_name} failed")
+        for agent_name in stalled:
+            # Nobody says that the connection is broken, but nothing comes through. Its pages stay in use.
+            self._fail_peer(agent_name, f"nothing came through to agent {agent_name} for {STALLED_SECONDS:g} s")
 
     def _fail_peer(self, agent_name: str, reason: str) -> None:
         # The next connect must start afresh: metadata of a peer that was lost once is useless.
@@ -300,5 +305,6 @@ class TransferThread:
             busy = {entry.write.agent_name for entry in self._open}
             for agent_name in self._doomed - busy:
                 self._transport.disconnect(agent_name)
+                self._last_end.pop(agent_name, None)
                 self._deliver(PeerDisconnected(agent_name))
             self._doomed &= busy

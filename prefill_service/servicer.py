@@ -25,8 +25,8 @@ class PageTicketServicer(kv_pb2_grpc.PageTicketServiceServicer):
     ) -> kv_pb2.CloseTicketResponse:
         """Answers when this process will not touch the ticket's pages any more."""
         response = kv_pb2.CloseTicketResponse(worker_id=self._worker_id, incarnation_id=self._incarnation_id)
-        if request.writer_incarnation_id != self._incarnation_id:
-            return response
+        if request.writer_incarnation_id != self._incarnation_id or not request.request_id:
+            return response  # without a request it is only asked who is here
         loop = asyncio.get_running_loop()
         closed: asyncio.Future[bool] = loop.create_future()
 

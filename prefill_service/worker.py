@@ -27,7 +27,7 @@ from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification
 from kv_transfer.tickets import OutgoingTicket
-from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnected, PeerFailed, WriteEnded, WriteStalled
+from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnected, PeerFailed, WriteEnded
 from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
@@ -210,9 +210,6 @@ class PrefillWorker(EngineLoop):
                     self._forget_peer(session_id, agent_name)
             case WriteEnded():
                 self._on_write_ended(message)
-            case WriteStalled(write):
-                # Nobody says that the connection is broken, but nothing comes through.
-                self._on_peer_failed(write.agent_name, f"a write to agent {write.agent_name} does not end")
             case PeerConnected(agent_name):
                 self._send_probes(agent_name)
             case PeerFailed(agent_name, reason):
@@ -395,6 +392,7 @@ class PrefillWorker(EngineLoop):
             request.busy_until = ended.ended
             self._parts.metrics.kv_bytes.inc(num_bytes)
         else:
+            request.is_connection_down = False  # that it will be is told later
             self._parts.metrics.kv_write_failures.inc()
             self._on_peer_failed(ended.write.agent_name, ended.reason)
         self._end_if_terminal(request)
@@ -423,9 +421,11 @@ class PrefillWorker(EngineLoop):
         if request.ticket.has_failed_write:
             # What became of its bytes is not known until its connection is taken down.
             self._bury(request.key, has_failed_write=True)
-            self._unsure.setdefault(request.ticket.agent_name, {})[request.key] = request.waiters
             if request.is_connection_down:
-                self._on_peer_disconnected(request.ticket.agent_name)
+                for done in request.waiters:
+                    done(True)
+            else:
+                self._unsure.setdefault(request.ticket.agent_name, {})[request.key] = request.waiters
         else:
             if request.close_reason is not None:
                 payload = request.ticket.closed_message(request.close_reason, request.answer_ended)

@@ -20,6 +20,8 @@ from rpc.errors import Cancelled, Internal, RequestError, ResourceExhausted, Una
 log = logging.getLogger(__name__)
 
 RetryLimit = Literal["count", "time"]
+LAST_NUMBERS_SECONDS = 1.0
+"""How long the end of a whole answer may wait for what was moved for it."""
 FIRST_REST_SECONDS = 0.05
 LONGEST_REST_SECONDS = 2.0
 """Pauses before further attempts but the first since the last token; each is drawn from around twice the one before."""
@@ -321,6 +323,9 @@ class Dispatcher:
             # The first token may have ended the answer: decode gets no pages and must not wait for them.
             self._close_leg(request, "decode", abort=True)
             self._finish_if_over(request)
+            if request.state is not RequestState.FINISHED:
+                # Its prefill worker has only numbers left to tell; if it can't, nobody waits for those.
+                asyncio.get_running_loop().call_later(LAST_NUMBERS_SECONDS, self._finish_answered, request)
         elif request.output.num_waiting > self._config.max_unread_tokens:
             self._metrics.slow_readers.inc()
             self._finish(request, ResourceExhausted(self._too_slow(request)))
@@ -433,6 +438,10 @@ class Dispatcher:
     def _finish_if_over(self, request: Request) -> None:
         """The answer is whole once its last token is known and both legs are closed: then the numbers are final."""
         if request.is_answered and request.prefill is None and request.decode is None:
+            self._finish(request, None)
+
+    def _finish_answered(self, request: Request) -> None:
+        if request.state is not RequestState.FINISHED:
             self._finish(request, None)
 
     def _finish(self, request: Request, error: RequestError | None) -> None:

@@ -409,10 +409,12 @@ class WorkerPool:
                     incarnation_id=owner.incarnation_id, endpoint=owner.endpoint, probe_id=probe.probe_id
                 )
                 prefill.send(worker_pb2.SessionRequest(connect_peer=connect))
+                # A busy worker looks at its messages between two steps, several times for one test.
+                limit = PROBE_SECONDS + 4 * prefill.load.step_ms / 1e3
                 try:
-                    reason = await asyncio.wait_for(probe.result, PROBE_SECONDS)
+                    reason = await asyncio.wait_for(probe.result, limit)
                 except TimeoutError:
-                    reason = f"test pages did not come to {decode.name} within {PROBE_SECONDS:g} s"
+                    reason = f"test pages did not come to {decode.name} within {limit:.1f} s"
             if prefill.info is not writer or decode.info is not owner:
                 return
             if not reason:

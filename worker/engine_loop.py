@@ -41,6 +41,8 @@ class EngineLoop(ABC):
         self._parts = parts
         self._is_draining = False
         self._checked_at = 0.0
+        self._has_wrong_pages = False
+        """Found once; they stay wrong."""
 
     def run(self) -> None:
         """Runs until a Stop message, or until everything is done after a Drain message."""
@@ -98,6 +100,7 @@ class EngineLoop(ABC):
         for message in self._parts.inbox.take(wait):
             self._parts.health.reached(f"handling {type(message).__name__}")
             if isinstance(message, Stop):
+                self._parts.sessions.flush()
                 return False
             if isinstance(message, Drain):
                 self._is_draining = True
@@ -110,12 +113,13 @@ class EngineLoop(ABC):
     def _check_pages(self) -> None:
         """At rest: every page belongs to whom the requests say. If not, this worker must not go on as if it did."""
         now = time.monotonic()
-        if now - self._checked_at < CHECK_SECONDS:
+        if now - self._checked_at < CHECK_SECONDS or self._has_wrong_pages:
             return
         self._checked_at = now
         owners = self._page_owners()
         faults = self._parts.pool.check(owners.tables, owners.reads, owners.writes)
         if faults:
+            self._has_wrong_pages = True
             reason = "pages do not add up: " + "; ".join(faults)
             log.error("%s\nlast changes: %s", reason, "\n".join(self._parts.pool.history()))
             self._parts.health.set_fault(PAGES, reason)

@@ -46,6 +46,8 @@ STOP_GRACE_SECONDS = 2.0
 """For sessions to send what waits, once the engine has ended."""
 HANDOVER_SECONDS = 10.0
 """For what is handed over at the end: transfers that are open towards or from it have to end well."""
+LAST_EVENTS_SECONDS = 0.5
+"""For sessions to send what waits, where they can't be waited for."""
 WATCH_SECONDS = 0.25
 MAX_FAILED_STEPS = 3
 """A worker whose steps fail so many times in a row ends itself."""
@@ -223,13 +225,18 @@ async def _serve(
     log.info("draining", extra={"tier": tier_name, "worker": worker_id, "mode": config.drain})
     health.drain()
     await _drain(config, inbox, engine_ended)
-    # The port closes last: that it refuses connections tells others that this process writes nothing any more. What
-    # still stands after these times is ended with the process, which comes to the same.
+    # The port closes last: that it refuses connections tells others that this process writes nothing any more.
     await asyncio.to_thread(engine_thread.join, STOP_GRACE_SECONDS)
     await asyncio.to_thread(transfers.stop, STOP_GRACE_SECONDS)
     for task in background:
         task.cancel()
     sessions.end_all()
+    is_stuck = engine_thread.is_alive() or transfers.is_alive
+    if is_stuck:
+        # Something may still write, so the port must not close before this process ends.
+        log.error("a thread does not end", extra={"engine": engine_thread.is_alive(), "transfers": transfers.is_alive})
+        await asyncio.sleep(LAST_EVENTS_SECONDS)
+        os._exit(1)
     await server.stop(STOP_GRACE_SECONDS)
     log.info("ended", extra={"tier": tier_name, "worker": worker_id})
     return 1 if engine_failed.is_set() else 0
@@ -253,7 +260,10 @@ async def _drain(config: WorkerConfig, inbox: Inbox, engine_ended: asyncio.Event
 async def _watch(health: Health, engine: threading.Thread, transfers: TransferThread, limit_seconds: float) -> None:
     """Sees threads that stand still."""
     while True:
+        slept_at = time.monotonic()
         await asyncio.sleep(WATCH_SECONDS)
+        if time.monotonic() - slept_at > 4 * WATCH_SECONDS:
+            continue  # this process itself was stopped: the others have not had their turn yet either
         stack = health.watch_engine(engine, limit_seconds)
         if stack is not None:
             log.error("the engine makes no progress; it stands here:\n%s", stack)

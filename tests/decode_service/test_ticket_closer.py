@@ -93,10 +93,35 @@ async def test_a_successor_under_the_same_name_proves_the_writer_gone():
 
 async def test_a_stranger_at_the_address_proves_nothing():
     """The address is right for somebody else: pages must stay quarantined."""
-    fake = await FakeWriter(worker_id="stranger").start()
+    fake = await FakeWriter(worker_id="stranger", incarnation_id="9").start()
     closer, inbox = make_closer()
     closer.close("owner", "r", 0, writer_at(fake.port))
     assert await verdict(inbox, 0.3) is None
+    await fake.server.stop(0)
+
+
+async def test_a_stranger_at_an_address_where_the_writer_was_proves_it_gone():
+    fake = await FakeWriter().start()
+    closer, inbox = make_closer()
+    closer.introduce(writer_at(fake.port))
+    await asyncio.sleep(0.05)
+    await fake.server.stop(0)
+    stranger = await FakeWriter(worker_id="stranger", incarnation_id="9").start(fake.port)
+    closer.close("owner", "r", 0, writer_at(fake.port))
+    assert await verdict(inbox) == ("another worker has the writer's address", True)
+    await stranger.server.stop(0)
+
+
+async def test_a_ticket_that_is_settled_otherwise_is_not_asked_for_any_more():
+    fake = await FakeWriter(worker_id="stranger", incarnation_id="9").start()
+    closer, inbox = make_closer()
+    closer.close("owner", "r", 0, writer_at(fake.port))
+    await asyncio.sleep(0.05)
+    assert closer._closing
+    closer.settled("r", 0)
+    await asyncio.sleep(0.05)
+    assert not closer._closing
+    assert inbox.take(wait=False) == []
     await fake.server.stop(0)
 
 
@@ -104,7 +129,6 @@ async def test_a_refused_connection_proves_it_only_where_the_writer_answered_bef
     fake = await FakeWriter().start()
     closer, inbox = make_closer()
     closer.introduce(writer_at(fake.port))
-    await fake.answer()
     await asyncio.sleep(0.05)
     await fake.server.stop(0)
     closer.close("owner", "r", 0, writer_at(fake.port))

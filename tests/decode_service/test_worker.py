@@ -44,6 +44,9 @@ class FakeCloser:
     def introduce(self, writer):
         pass
 
+    def settled(self, request_id, attempt):
+        pass
+
     def close(self, agent_name, request_id, attempt, writer):
         assert writer == Writer("p/1", "1", "p:1")
         self.asked.append((request_id, attempt))

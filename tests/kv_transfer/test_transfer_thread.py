@@ -21,7 +21,6 @@ from kv_transfer.transfer_thread import (
     PeerFailed,
     TransferThread,
     WriteEnded,
-    WriteStalled,
 )
 
 
@@ -185,9 +184,10 @@ def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_
     monkeypatch.setattr(transfer_thread, "STALLED_SECONDS", 0.05)
     writer.transport.write = lambda *_: Stuck()
     writer.thread.write(make_write(owner))
-    stalled = writer.next_event()
-    assert isinstance(stalled, WriteStalled), "nobody says that it failed, but it does not end"
-    writer.thread.disconnect("owner")
+    assert writer.next_event() == PeerFailed("owner", "nothing came through to agent owner for 0.05 s")
+    writer.thread.write(make_write(owner, tag="another"))
+    refused = writer.next_event()
+    assert (refused.write.tag, refused.ok) == ("another", False), "not over a connection that has failed"
     writer.thread.connect(owner.transport.endpoint())
     assert writer.next_event() == PeerFailed("owner", "its last connection still has open writes")
     state[0] = WriteState.DONE

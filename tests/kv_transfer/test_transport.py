@@ -172,6 +172,10 @@ def test_rdma_only_needs_a_device_and_never_allows_tcp(monkeypatch, tmp_path):
     monkeypatch.setenv("UCX_TLS", "rc,tcp")
     with pytest.raises(TransportUnavailable, match="UCX_TLS=rc,tcp allows tcp"):
         nixl_transport._forbid_tcp()
-    monkeypatch.setenv("UCX_TLS", "")
-    nixl_transport._forbid_tcp()
-    assert os.environ["UCX_TLS"] == "^tcp"
+    monkeypatch.setenv("UCX_TLS", "all")
+    with pytest.raises(TransportUnavailable, match="UCX_TLS=all allows tcp"):
+        nixl_transport._forbid_tcp()
+    for before, after in (("", "^tcp"), ("^sm", "^sm,tcp"), ("rc,sm", "rc,sm")):
+        monkeypatch.setenv("UCX_TLS", before)
+        nixl_transport._forbid_tcp()
+        assert os.environ["UCX_TLS"] == after

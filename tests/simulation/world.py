@@ -256,6 +256,9 @@ class SimCloser:
     def introduce(self, writer):
         pass
 
+    def settled(self, request_id, attempt):
+        pass
+
     def close(self, agent_name, request_id, attempt, writer: Writer):
         asked = kv_pb2.CloseTicketRequest(
             writer_incarnation_id=writer.incarnation_id, agent_name=agent_name, request_id=request_id, attempt=attempt
