@@ -11,6 +11,8 @@ from grpc_reflection.v1alpha import reflection
 
 from rpc.channel import SERVER_OPTIONS
 
+LIVE_SERVICE = "live"
+"""Health of the process itself: SERVING while it answers, whatever work it takes. For liveness probes."""
 LAST_STATUS_SECONDS = 0.1
 """For a watcher to be told that a server ends."""
 
@@ -74,6 +76,7 @@ class RpcServer:
     async def start(self) -> None:
         """Starts serving, not ready yet."""
         await self.set_ready(False)
+        await self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
 
     async def set_ready(self, ready: bool) -> None:

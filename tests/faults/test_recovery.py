@@ -20,6 +20,7 @@ from tests.faults.link_proxy import LinkProxy
 from tests.integration.support import running_cluster
 
 IDS = range(2, 258)
+MAX_TOKENS = 150
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -38,7 +39,7 @@ def two_by_two(tiny_model, tmp_path_factory, faults_file):
         token_budget=64, worker_silence_seconds=3.0, commands={"prefill-0": FAULTY},
     ) as cluster:  # fmt: skip
         rng = random.Random(1)
-        load = Load(cluster.address, [rng.choices(IDS, k=rng.randint(20, 250)) for _ in range(8)], 60)
+        load = Load(cluster.address, [rng.choices(IDS, k=rng.randint(20, 250)) for _ in range(8)], MAX_TOKENS)
         asyncio.run(load.learn())
         cluster.prompts, cluster.expected = load.prompts, load.expected
         yield cluster
@@ -46,6 +47,8 @@ def two_by_two(tiny_model, tmp_path_factory, faults_file):
 
 @pytest.fixture
 def cluster(two_by_two):
+    for process in [p for p in two_by_two.cluster.processes if p.popen.poll() is not None]:
+        two_by_two.cluster.restart_worker(process)  # a test before this one failed half-way
     yield two_by_two
     two_by_two.settle(10.0)
 
@@ -54,7 +57,7 @@ class Running:
     """Load around a fault."""
 
     def __init__(self, cluster, address=None):
-        self.load = Load(address or cluster.address, cluster.prompts, 60, cluster.expected)
+        self.load = Load(address or cluster.address, cluster.prompts, MAX_TOKENS, cluster.expected)
         self._stop = asyncio.Event()
 
     async def __aenter__(self):
@@ -68,7 +71,7 @@ class Running:
         await self._task
         assert not self.load.lost, self.load.lost[:2]
         assert not self.load.wrong, self.load.wrong[:2]
-        assert len(self.load.done) > 20
+        assert len(self.load.done) > 10
 
 
 async def come_back(cluster, process):
@@ -79,11 +82,14 @@ async def come_back(cluster, process):
 async def test_killed_workers_cost_time_and_nothing_else(cluster):
     """Casebook C094, C096: prefill and decode, while they compute, send and receive; the survivors live on."""
     others = {name: cluster.cluster.find(name).pid for name in ("prefill-1", "decode-1")}
+    killed = [cluster.cluster.find(name) for name in ("prefill-0", "decode-0")]
     async with Running(cluster):
-        for name in ("prefill-0", "decode-0"):
-            process = cluster.cluster.find(name)
+        for process in killed:
+            await gets_work(cluster, process)
             os.kill(process.pid, signal.SIGKILL)
-            await come_back(cluster, process)
+            await asyncio.sleep(1.0)
+    for process in killed:  # when the load is over: starting beside it takes three times as long
+        await come_back(cluster, process)
     assert all(psutil.pid_exists(pid) for pid in others.values())
 
 
@@ -121,10 +127,19 @@ async def test_a_frozen_worker_is_left_and_taken_back(cluster):
     assert cluster.client.cluster_status().ready_pairs == 4
 
 
+async def gets_work(cluster, process):
+    """Waits until something runs there."""
+    end = time.monotonic() + 10
+    while not any(v for key, v in cluster.metrics(process.name).items() if key.startswith("kvferry_sequences,")):
+        assert time.monotonic() < end, "it gets no work"
+        await asyncio.sleep(0.01)
+
+
 async def drain(cluster, process):
     """SIGTERM under load; gives how many requests were handed over. Nothing is lost, and it exits with 0 in time."""
     before = cluster.metrics("router").get("kvferry_request_retries_total,draining", 0)
     async with Running(cluster):
+        await gets_work(cluster, process)
         process.popen.terminate()
         started = time.monotonic()
         assert await asyncio.to_thread(process.popen.wait) == 0
@@ -150,22 +165,21 @@ async def test_a_worker_that_is_told_to_end_ends_well(cluster):
 
 async def test_a_second_sigterm_ends_a_process_at_once(cluster):
     process = cluster.cluster.find("decode-0")
-    async with AsyncClient(cluster.address) as client:
-        streams = [client.generate([5] * 20, max_tokens=450, **GREEDY) for _ in range(6)]
-        reading = [asyncio.create_task(stream.result()) for stream in streams]
-        await asyncio.sleep(0.1)
-        for _ in range(2):
-            process.popen.terminate()
-            await asyncio.sleep(0.05)
+    async with Running(cluster):
+        await gets_work(cluster, process)
+        process.popen.terminate()
+        await asyncio.sleep(0.02)
+        process.popen.terminate()
         assert await asyncio.to_thread(process.popen.wait) == 1
-        assert len({(await task).token_ids for task in reading}) == 1, "and its requests went on elsewhere"
     await come_back(cluster, process)
 
 
 async def test_a_draining_router_finishes_its_streams_and_takes_none(cluster):
     router = await asyncio.to_thread(cluster.cluster.start_another_router)
     async with AsyncClient(router.address) as client:
-        running = [asyncio.create_task(client.generate(p, max_tokens=60, **GREEDY).result()) for p in cluster.prompts]
+        running = [
+            asyncio.create_task(client.generate(p, max_tokens=MAX_TOKENS, **GREEDY).result()) for p in cluster.prompts
+        ]
         await asyncio.sleep(0.05)
         router.popen.terminate()
         await asyncio.sleep(0.1)

@@ -178,7 +178,7 @@ async def test_answers_are_never_mixed(cluster):
 
 
 async def test_a_full_pool_keeps_moving_and_its_cancelled_leave_nothing(cluster):
-    """Casebook C134, C136, C140, C156: 300 at once where a few fit; handed back, cancelled or served, none lost."""
+    """Casebook C106, C134, C136, C140, C156: 300 where a few fit; handed back, cancelled or served, none lost."""
     rng = random.Random(3)
     preempted = cluster.metrics("decode-0")
     ended = []

@@ -52,6 +52,7 @@ def small_pool(tiny_model, tmp_path_factory):
 
 
 async def test_64_long_answers_on_a_small_pool_are_handed_back_and_come_out_the_same(small_pool):
+    """Casebook C111: KV came, and there is no page for the next token."""
     cluster, num_tokens = small_pool, 180
     prompts = make_prompts(64, 20)
     options = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}

@@ -36,6 +36,7 @@ def make_prompts(count, longest=300):
 
 
 async def test_32_streams_of_mixed_lengths_equal_their_lone_runs(cluster):
+    """Casebook C101, C102, C104: no page is read before its data is there, however many transfers run."""
     prompts = make_prompts(32)
     lengths = [5 + 3 * (i % 9) for i in range(32)]
     lone = [await asyncio.to_thread(cluster.greedy, p, n) for p, n in zip(prompts, lengths, strict=True)]

@@ -22,6 +22,7 @@ def test_equal_ones_pair_and_survive_the_wire():
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Fingerprint)])
 def test_each_difference_is_named_with_both_values(field):
+    """Casebook C090, C091: page size, element type, layers, heads, RoPE, tokenizer, length, protocol version."""
     value = getattr(make_fingerprint(), field)
     other = value + 1 if isinstance(value, int) else f"other-{value}"
     with pytest.raises(LayoutMismatch) as caught:

@@ -136,6 +136,7 @@ def test_broken_logits_fail_their_request_only(rig):
 
 
 def test_a_lease_that_ends_stops_its_request_and_not_the_step(rig):
+    """Casebook C103."""
     rig.submit("warm", list(range(1, 18)))
     rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
     rig.submit("late", list(range(1, 18)), lease_ms=1)

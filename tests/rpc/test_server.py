@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.client import AsyncClient
 from protos import inference_pb2, inference_pb2_grpc
-from rpc.server import PortInUse, RpcServer
+from rpc.server import LIVE_SERVICE, PortInUse, RpcServer
 
 
 class Answers(inference_pb2_grpc.InferenceServiceServicer):
@@ -57,6 +57,16 @@ async def test_calls_in_the_moment_of_a_restart_are_made_again():
         await asyncio.gather(*asking)
     await server.stop(1)
     assert set(answered) == {"xx"}
+
+
+async def test_a_process_that_takes_no_work_is_alive():
+    server = await start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        serving = health_pb2.HealthCheckResponse
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest(service=LIVE_SERVICE))).status == serving.SERVING
+    await server.stop(1)
 
 
 async def test_somebody_who_watches_health_is_told_and_does_not_hold_up_the_end():
