@@ -938,7 +938,7 @@ class RefusedEvent(_message.Message):
     attempt: _builtins.int
     """Which try."""
     short_of: _builtins.str
-    """What was short: "pages" or "sequences"."""
+    """What was short: "pages" or "sequences"; or "draining": the worker takes nothing new."""
     def __init__(
         self,
         *,
