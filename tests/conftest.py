@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from engine.model_store import DEFAULT_MODEL, resolve_model
+from tests.faults.faulty_kvferry import VARIABLE, Faults
 from tests.tiny_models import make_tiny_model
 
 
@@ -34,3 +36,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[family]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def faults_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What goes wrong in workers that run as `tests.faults.faulty_kvferry`: nothing, until a test writes to it."""
+    path = tmp_path_factory.mktemp("faults") / "faults.json"
+    Faults().write_to(path)
+    os.environ[VARIABLE] = str(path)
+    return path

@@ -17,7 +17,7 @@ import pytest
 
 from kvferry.client import AsyncClient
 from tests.chaos.load import OPTIONS, Load
-from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, Faults
 from tests.faults.link_proxy import LinkProxy
 from tests.integration.support import running_cluster
 from tests.simulation.__main__ import main as simulate
@@ -27,14 +27,6 @@ MAX_TOKENS = 80
 QUIET_SECONDS = 5.0
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 IDS = range(2, 258)
-
-
-@pytest.fixture(scope="module")
-def faults_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("faults") / "faults.json"
-    Faults().write_to(path)
-    os.environ[VARIABLE] = str(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, Faults
 from tests.integration.support import running_cluster
 
 LONG = random.Random(1).choices(range(2, 258), k=300)
@@ -28,16 +28,8 @@ POINTS = [
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    path = tmp_path_factory.mktemp("faults") / "faults.json"
-    Faults().write_to(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def cluster(tiny_model, tmp_path_factory, faults):
+def cluster(tiny_model, tmp_path_factory, faults_file):
     """prefill-0 fails on purpose, prefill-1 is sound; decode's pool holds the long prompt and little more."""
-    os.environ[VARIABLE] = str(faults)
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, num_pages=40, token_budget=64,
         commands={"prefill-0": FAULTY}, decode_prefix_cache=False, prefix_cache=False,
@@ -58,9 +50,9 @@ def quarantined(cluster):
     return cluster.metrics("decode-0")["kvferry_pages,quarantined"]
 
 
-def stop_in_transfer(cluster, faults, point, countdown):
+def stop_in_transfer(cluster, faults_file, point, countdown):
     """Long prompts until the faulty worker has stopped with one; gives the streams that were cancelled."""
-    Faults(stop_at=point, countdown=countdown).write_to(faults)
+    Faults(stop_at=point, countdown=countdown).write_to(faults_file)
     process = psutil.Process(cluster.cluster.find("prefill-0").pid)
     while process.status() != psutil.STATUS_STOPPED:
         stream = cluster.client.generate(LONG, max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -83,8 +75,8 @@ def check_others(cluster):
 
 
 @pytest.mark.parametrize(("point", "countdown"), POINTS)
-def test_a_writer_that_wakes_up_late_touches_no_page_of_another(cluster, faults, point, countdown):
-    process = stop_in_transfer(cluster, faults, point, countdown)
+def test_a_writer_that_wakes_up_late_touches_no_page_of_another(cluster, faults_file, point, countdown):
+    process = stop_in_transfer(cluster, faults_file, point, countdown)
     if point != "before end":  # there the owner may have everything already
         wait_for(lambda: quarantined(cluster) > 0)
     held_back = quarantined(cluster)
@@ -95,7 +87,7 @@ def test_a_writer_that_wakes_up_late_touches_no_page_of_another(cluster, faults,
         cluster.client.generate(p, max_tokens=12, temperature=0.0, ignore_eos=True, return_token_ids=True)
         for p in OTHERS
     ]
-    Faults().write_to(faults)
+    Faults().write_to(faults_file)
     process.send_signal(signal.SIGCONT)
     assert [stream.result().token_ids for stream in running] == cluster.expected
     wait_for(lambda: quarantined(cluster) == 0)
@@ -103,11 +95,11 @@ def test_a_writer_that_wakes_up_late_touches_no_page_of_another(cluster, faults,
     check_others(cluster)
 
 
-def test_pages_of_a_writer_that_is_killed_come_back_at_once(cluster, faults):
-    stop_in_transfer(cluster, faults, "before post", 1)
+def test_pages_of_a_writer_that_is_killed_come_back_at_once(cluster, faults_file):
+    stop_in_transfer(cluster, faults_file, "before post", 1)
     wait_for(lambda: quarantined(cluster) > 0)
     process = cluster.cluster.find("prefill-0")
-    Faults().write_to(faults)
+    Faults().write_to(faults_file)
     os.kill(process.pid, signal.SIGKILL)
     process.popen.wait()
     # A second for bytes in the network, and the time to notice.

@@ -15,21 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvferry.client import AsyncClient, Client, KvferryError
 from tests.chaos.load import Load
-from tests.faults.faulty_kvferry import FAULTY, VARIABLE, Faults
+from tests.faults.faulty_kvferry import FAULTY, Faults
 from tests.faults.link_proxy import LinkProxy
 from tests.integration.support import running_cluster
 
 IDS = range(2, 258)
 MAX_TOKENS = 150
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def faults_file(tmp_path_factory):
-    path = tmp_path_factory.mktemp("faults") / "faults.json"
-    Faults().write_to(path)
-    os.environ[VARIABLE] = str(path)
-    return path
 
 
 @pytest.fixture(scope="module")

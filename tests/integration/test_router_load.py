@@ -36,7 +36,7 @@ async def test_a_thousand_streams_at_once(real_model):
 
 
 async def test_at_three_times_capacity_the_excess_is_refused_at_once_and_the_rest_is_served(real_model):
-    """Casebook C131, C106: 8 places, 10 tokens of 20 ms each: 40 requests/s. Offered: 120/s for 3 seconds."""
+    """Casebook C131, C124, C106: 8 places, 10 tokens of 20 ms each: 40 requests/s. Offered: 120/s for 3 seconds."""
     flags = ("--max-queue-requests", "16")
     with running_router(real_model, 20.0, flags, ("--max-num-sequences", "8")) as info:
         async with AsyncClient(info["address"]) as client:
