@@ -25,7 +25,7 @@ soak: setup
 	$(BIN)/python -m pytest tests/soak -s
 
 chaos: setup
-	$(BIN)/python -m pytest tests/chaos -s
+	$(BIN)/python -m pytest tests/chaos tests/faults -m "long or not long" -s
 
 check: setup
 	$(BIN)/ruff format --check .

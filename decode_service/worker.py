@@ -415,7 +415,8 @@ class DecodeWorker(EngineLoop):
 
     def _quarantine_age(self) -> float:
         """Seconds since the oldest pages went into quarantine. Called by whichever thread serves metrics."""
-        return time.monotonic() - min(list(self._quarantined_since.values()), default=time.monotonic())
+        now = time.monotonic()
+        return now - min(list(self._quarantined_since.values()), default=now)
 
     def _report_load(self) -> None:
         scheduler, counts = self._scheduler, self._parts.pool.counts()

@@ -67,6 +67,7 @@ def far(tiny_model, tmp_path_factory):
         del os.environ["UCX_TLS"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seconds", [1.0, 8.0])
 async def test_a_cut_between_tiers_costs_time_and_nothing_else(far, seconds):
     """Casebook C113: shorter and longer than it takes to notice. Bytes and messages of before may come after."""

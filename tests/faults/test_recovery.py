@@ -102,6 +102,7 @@ async def test_a_prefill_worker_dies_and_its_client_goes_in_the_same_moment(clus
     await come_back(cluster, process)
 
 
+@pytest.mark.long
 async def test_a_frozen_worker_is_left_and_taken_back(cluster):
     """Casebook C095, C141, C153: longer than the router waits to hear of it."""
     process = psutil.Process(cluster.cluster.find("decode-1").pid)
@@ -183,6 +184,7 @@ async def test_a_draining_router_finishes_its_streams_and_takes_none(cluster):
     cluster.cluster.forget(router)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cut", "silence"])
 async def test_a_link_to_a_worker_fails_and_heals(cluster, kind):
     """Casebook C088, C108: reset, or half-open, between the router and a worker of each tier."""
@@ -229,6 +231,7 @@ async def test_a_bad_transport_costs_time_and_nothing_else(cluster, faults_file,
         Faults().write_to(faults_file)
 
 
+@pytest.mark.long
 async def test_a_worker_whose_transport_hangs_is_not_ready_and_recovers(cluster, faults_file):
     """Casebook C141: the process lives and answers, but nothing moves; it says where, and its requests go on."""
     port = cluster.cluster.find("prefill-0").address.rpartition(":")[2]
@@ -265,6 +268,7 @@ async def test_a_worker_whose_transport_hangs_is_not_ready_and_recovers(cluster,
     await come_back(cluster, process)
 
 
+@pytest.mark.long
 async def test_two_workers_with_one_name_are_two_workers(cluster):
     """Pages, sessions and connections belong to incarnations, not to names."""
     process = cluster.cluster.start_worker("prefill", 1)  # a second "prefill-1"
