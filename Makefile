@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing clean
+.PHONY: setup demo test soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -13,6 +13,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip==26.3"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	# For the tests of what we tell its kernels. It imports on a CPU with these few; all it names would be gigabytes.
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt flashinfer-python apache-tvm-ffi einops \
+		ninja nvidia-ml-py tabulate
 	touch $@
 
 demo: setup
@@ -33,6 +36,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
+	$(BIN)/hadolint Dockerfile
 	PATH="$(CURDIR)/$(BIN):$$PATH" sh protos/generate.sh --check
 
 protos: setup
@@ -58,6 +62,10 @@ bench-router: setup
 
 bench-routing: setup
 	$(BIN)/python -m benchmarks.routing
+
+# With .venv if there is one, else with whatever $(PYTHON) has; without a GPU it says so and ends well.
+gpu-check:
+	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.chat

@@ -12,6 +12,8 @@ import torch
 from engine.loader import LoadedModel
 from engine.sequence import Sequence, num_pages_for
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class MachineRates:
@@ -37,17 +39,33 @@ def typical(action: Callable[[], object], repeats: int) -> float:
     return statistics.median(timed(action, repeats))
 
 
-def matrix_rate(dtype: torch.dtype) -> float:
+def finish(device: torch.device) -> None:
+    """Waits until a device has computed what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matrix_rate(dtype: torch.dtype, device: torch.device = CPU) -> float:
     """GFLOP/s of a large matrix product."""
-    size = 2048
-    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / min(timed(lambda: torch.nn.functional.linear(left, right), 8)) / 1e9
+    size = 2048 if device.type == "cpu" else 8192
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+
+    def multiply() -> None:
+        torch.nn.functional.linear(left, right)
+        finish(device)
+
+    return 2 * size**3 / min(timed(multiply, 8)) / 1e9
 
 
-def read_rate() -> float:
+def read_rate(device: torch.device = CPU) -> float:
     """GB/s of reading memory once, from arrays far larger than the caches."""
-    numbers = torch.ones(64 * 1024 * 1024)
-    return numbers.numel() * 4 / min(timed(numbers.sum, 8)) / 1e9
+    numbers = torch.ones((64 if device.type == "cpu" else 2048) * 1024 * 1024, device=device)
+
+    def read() -> None:
+        numbers.sum()
+        finish(device)
+
+    return numbers.numel() * 4 / min(timed(read, 8)) / 1e9
 
 
 def make_sequences(count: int, context: int, page_size: int) -> list[Sequence]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "torch", "flashinfer"]
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,22 @@ class EngineConfig:
     """Folder of a prepared model, a GGUF file, a hub id, or the name of a built-in model."""
     dtype: DTypeName = "auto"
     """Element type of weights and KV pages. auto: bfloat16 where the processor computes in it, else float32."""
-    device: str = "cpu"
-    """Torch device of weights and KV pages."""
+    device: str = "auto"
+    """Torch device of weights and KV pages: cpu, cuda or cuda:N. auto: the first GPU if there is one, else the CPU."""
     page_size: int = 16
     """Tokens in a KV page."""
-    num_pages: int | None = None
-    """Pages in the pool. Unset: room for 8 sequences of full length, at most an eighth of the free memory."""
+    num_pages: int | Literal["auto"] = "auto"
+    """Pages in the pool. auto: on a CPU room for 8 sequences of full length, at most an eighth of the free memory; on a
+    GPU what --memory-fraction leaves beside weights and the largest step."""
+    memory_fraction: float = 0.85
+    """Of a GPU's memory, what this worker takes altogether, if --num-pages is auto. Two workers may share a GPU."""
+    attention: AttentionName = "auto"
+    """Who computes attention. auto: on a GPU FlashInfer if it can, on a CPU our own kernels; else plain torch."""
+    cuda_graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    """On a GPU: numbers of sequences for which decode steps are recorded as CUDA graphs. A step is padded to the next;
+    one with more than the largest runs without. None given: no graphs."""
+    tp_size: int = 1
+    """GPUs that share one model by tensor parallelism. Only 1 can be run yet."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together, in tokens. Unset: what the model was trained for."""
     threads: int | None = None
@@ -30,9 +41,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not 1 <= self.page_size <= 1024:
             raise ValueError(f"--page-size is {self.page_size}; it must be between 1 and 1024 tokens")
-        if self.num_pages is not None and self.num_pages < 1:
+        if self.num_pages != "auto" and self.num_pages < 1:
             raise ValueError(f"--num-pages is {self.num_pages}; a pool needs at least 1 page")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"--max-model-len is {self.max_model_len}; a prompt and an answer need at least 2 tokens")
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"--memory-fraction is {self.memory_fraction:g}; it must be above 0 and at most 1")
+        if any(size < 1 for size in self.cuda_graph_sizes):
+            raise ValueError(f"--cuda-graph-sizes are {self.cuda_graph_sizes}; each must be at least 1 sequence")
+        if self.tp_size != 1:
+            raise ValueError(
+                f"--tp-size is {self.tp_size}, but a model that is split over several GPUs can't be run yet; use 1, "
+                "and more workers in place of larger ones"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads is {self.threads}; at least 1 is needed")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 
 PAGE_AXES = "layer,kv,head,token,dim"
+MOST_LAYER_GROUPS = 4
+"""Into so many parts, at most, a page can be cut to be sent layer by layer."""
 NUM_PROBE_PAGES = 4
 """Pages behind those of the pool that tests of connections are written to; no sequence ever has them."""
 
@@ -40,6 +42,12 @@ class KvCache:
             dtype=dtype,
             device=device,
         )
+
+    @property
+    def num_layer_groups(self) -> int:
+        """Equal groups of neighbouring layers that a page can be sent in."""
+        layers = self.shape.num_layers
+        return next(n for n in range(min(MOST_LAYER_GROUPS, layers), 0, -1) if layers % n == 0)
 
     @property
     def page_bytes(self) -> int:

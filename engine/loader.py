@@ -74,7 +74,10 @@ class LoadedModel:
     model: Any
     kv_shape: KvShape
     num_query_heads: int
+    attention_options: tuple[AttentionOptions, ...]
+    """What its layers ask of attention, each kind once."""
     dtype: torch.dtype
+    device: torch.device
     vocab_size: int
     num_parameters: ParameterCounts
     max_model_len: int
@@ -82,7 +85,26 @@ class LoadedModel:
     identity: ModelIdentity
 
 
-def resolve_dtype(name: str, device: str = "cpu") -> torch.dtype:
+def resolve_device(name: str) -> torch.device:
+    """The device meant by `name`. Raises ModelLoadError if this machine lacks it."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelLoadError(f"--device {name}: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ModelLoadError(f"--device {name}: known are cpu, cuda and cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ModelLoadError(f"--device {name}: torch sees no GPU here")
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
+            raise ModelLoadError(f"--device {name}: this machine has {torch.cuda.device_count()} GPUs, counted from 0")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
     """The element type meant by `name`; "auto" is bfloat16 where the processor computes in it, else float32."""
     if name != "auto":
         return _DTYPES[name]
@@ -109,7 +131,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"--model {config.model}: no config.json there; it must be the folder of a prepared model")
-    dtype = resolve_dtype(config.dtype, config.device)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
     try:
         hf_config = AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError, OSError) as error:
@@ -119,25 +142,35 @@ def load_model(config: EngineConfig) -> LoadedModel:
     _refuse_foreign_state(text_config)
     # Worker logs are no terminals.
     hf_logging.disable_progress_bar()
-    AttentionInterface.register(ATTENTION_NAME, paged_attention)
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         raise ModelLoadError(f"--model {config.model} can't be loaded: {error}") from error
-    model = model.to(config.device).eval().requires_grad_(False)
+    return adopt_model(model.to(device), max_model_len, _identity(folder, hf_config, text_config))
+
+
+def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity) -> LoadedModel:
+    """Makes a `transformers` model, whose attention is ATTENTION_NAME, ready to run over pages on the device it is on.
+
+    Raises UnsupportedModelError if it can't be run.
+    """
+    model = model.eval().requires_grad_(False)
+    text_config = model.config.get_text_config()
     vocab_size, num_parameters = _sizes(model)
     pack_linears(model)
     replace_rms_norms(model)
-    shape = _probe(model, text_config)
+    shape, options = _probe(model, text_config)
     return LoadedModel(
         model=model,
         kv_shape=shape,
         num_query_heads=text_config.num_attention_heads,
-        dtype=dtype,
+        attention_options=options,
+        dtype=model.dtype,
+        device=model.device,
         vocab_size=vocab_size,
         num_parameters=num_parameters,
         max_model_len=max_model_len,
-        identity=_identity(folder, hf_config, text_config),
+        identity=identity,
     )
 
 
@@ -185,11 +218,15 @@ def paged_attention(
     return output.unsqueeze(0), None
 
 
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
 class _ProbePlan:
     """Records what each layer brings to attention instead of computing it."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int, int]] = {}
+        self.options: dict[AttentionOptions, None] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -200,10 +237,11 @@ class _ProbePlan:
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads can't share {key.shape[1]} KV heads evenly")
         self.layers[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        self.options[options] = None
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def _probe(model: Any, text_config: Any) -> KvShape:
+def _probe(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOptions, ...]]:
     plan = _ProbePlan()
     num_tokens = 3
     name = text_config.model_type
@@ -237,7 +275,7 @@ def _probe(model: Any, text_config: Any) -> KvShape:
         raise UnsupportedModelError(
             f"model type {name} can't be served: keys have {key_dim} elements per head, values {value_dim}"
         )
-    return KvShape(num_layers, num_kv_heads, key_dim)
+    return KvShape(num_layers, num_kv_heads, key_dim), tuple(plan.options)
 
 
 def _refuse_foreign_state(text_config: Any) -> None:

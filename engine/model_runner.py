@@ -1,19 +1,33 @@
-"""Runs one step: a flat row of new tokens of many sequences through the model."""
+"""Runs one step: a flat row of new tokens of many sequences through the model.
+
+On a GPU `run` returns while the device still computes. It never runs ahead by more than one step: a step is launched
+while the one before it is computed, and only then that one is waited for.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend
-from engine.attention.native_steps import native_attention
-from engine.attention.torch_paged import TorchPagedAttention
+from engine.attention.base import AttentionBackend, AttentionOptions, AttentionPlan
+from engine.attention.choice import choose_attention
+from engine.attention.flashinfer import FlashInferAttention
+from engine.cuda_graphs import GraphSizes, StepGraphs
+from engine.device import IsWritten, Launched, to_device
 from engine.kv_cache import KvCache
 from engine.loader import PLAN_KEYWORD, LoadedModel
 from engine.sequence import ScheduledSequence
+
+log = logging.getLogger(__name__)
+
+OnLayerGroup = Callable[[int, IsWritten | None], None]
+"""Told, during a step, that keys and values of a group of layers are launched (they can be read once `IsWritten` says
+so) or, if there is no `IsWritten`, that they are in their pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +48,17 @@ class StepLogits:
     logits: torch.Tensor | None
     """[len(scheduled), vocab_size] float32; None if nothing is sampled."""
     prompts: list[PromptLogits] = field(default_factory=list)
+    is_written: IsWritten | None = None
+    """Pages hold what they should once this says so; None: they do."""
 
 
 class StepRunner(Protocol):
     """What a worker's loop needs of the model: the real runner, or a scripted one in tests."""
 
-    def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
+    def run(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None = None) -> StepLogits:
         """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence.
 
-        When it returns, the pages hold what they should: they may be sent.
+        Pages may be sent once `StepLogits.is_written`; those of early layers sooner, with `on_layer_group`.
         """
         ...
 
@@ -50,16 +66,49 @@ class StepRunner(Protocol):
 class ModelRunner:
     """Runs a `transformers` model over a paged KV cache."""
 
-    def __init__(self, loaded: LoadedModel, kv_cache: KvCache, backend: AttentionBackend | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_cache: KvCache,
+        backend: AttentionBackend | None = None,
+        graph_sizes: GraphSizes | None = None,
+    ) -> None:
+        """graph_sizes: steps that are recorded as CUDA graphs; with FlashInfer only."""
         self._model: Any = loaded.model
         self._device = kv_cache.tensor.device
-        if backend is None:
-            backend = native_attention(kv_cache, loaded.num_query_heads) or TorchPagedAttention(kv_cache)
-        self.backend: AttentionBackend = backend
+        self._layers_per_group = loaded.kv_shape.num_layers // kv_cache.num_layer_groups
+        self.backend: AttentionBackend = backend or choose_attention(loaded, kv_cache)
+        self._graphs = self._record(loaded, graph_sizes)
+        self._last_step: Launched | None = None
 
     @torch.inference_mode()
-    def run(self, batch: Seq[ScheduledSequence]) -> StepLogits:
+    def _record(self, loaded: LoadedModel, sizes: GraphSizes | None) -> StepGraphs | None:
+        if (
+            sizes is None
+            or sizes == GraphSizes()
+            or not isinstance(self.backend, FlashInferAttention)
+            or self._device.type != "cuda"
+        ):
+            return None
+        try:
+            return StepGraphs(self._model, self.backend, sizes, loaded.max_model_len)
+        except RuntimeError as error:
+            log.warning("steps run without CUDA graphs, since this model's can't be recorded: %s", error)
+            return None
+
+    @torch.inference_mode()
+    def run(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None = None) -> StepLogits:
         """See `StepRunner.run`. Pages for all new tokens must be in the page tables."""
+        is_plain = on_layer_group is None and not any(e.sequence.sampling.prompt_logprobs for e in batch)
+        if self._graphs is not None and is_plain:
+            logits = self._graphs.decode(batch)
+            if logits is not None:
+                return StepLogits(list(batch), logits, is_written=self._launched())
+            if self._graphs.chunk(batch):
+                return StepLogits([], None, is_written=self._launched())
+        return self._run_forward(batch, on_layer_group)
+
+    def _run_forward(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None) -> StepLogits:
         token_ids: list[int] = []
         positions: list[int] = []
         sampled: list[ScheduledSequence] = []
@@ -77,16 +126,15 @@ class ModelRunner:
             if entry.is_sampled:
                 sampled.append(entry)
                 sampled_rows.append(len(token_ids) - 1)
-        inputs = {
-            "input_ids": torch.tensor([token_ids], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
-            "use_cache": False,
-            PLAN_KEYWORD: self.backend.plan(batch),
-        }
+        plan = self.backend.plan(batch)
+        if on_layer_group is not None:
+            plan = _GroupedPlan(plan, self._layers_per_group, on_layer_group, self._device)
+        both = to_device(torch.tensor([token_ids, positions]), self._device)
+        inputs = {"input_ids": both[:1], "position_ids": both[1:], "use_cache": False, PLAN_KEYWORD: plan}
         logits: torch.Tensor | None = None
         of_prompts: list[PromptLogits] = []
         if sampled_rows or prompt_rows:
-            rows = torch.tensor(sampled_rows + prompt_rows, device=self._device)
+            rows = to_device(torch.tensor(sampled_rows + prompt_rows), self._device)
             all_logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
             logits = all_logits[: len(sampled)] if sampled else None
             pieces = all_logits[len(sampled) :].split([entry.num_new_tokens for entry in prompts]) if prompts else ()
@@ -94,7 +142,34 @@ class ModelRunner:
         else:
             # A middle chunk: the body only, the LM head never runs.
             self._model.base_model(**inputs)
-        if self._device.type == "cuda":
-            # Whoever sends these pages must not read them before they are written.
-            torch.cuda.synchronize(self._device)
-        return StepLogits(sampled, logits, of_prompts)
+        return StepLogits(sampled, logits, of_prompts, self._launched())
+
+    def _launched(self) -> IsWritten | None:
+        """After a launch: what tells that it is computed. Waits for the step before."""
+        if self._device.type != "cuda":
+            return None
+        launched = Launched()
+        if self._last_step is not None:
+            self._last_step.wait()
+        self._last_step = launched
+        return launched.is_done
+
+
+class _GroupedPlan:
+    """A plan that tells when the keys and values of a group of layers are on their way into their pages."""
+
+    def __init__(
+        self, plan: AttentionPlan, layers_per_group: int, on_layer_group: OnLayerGroup, device: torch.device
+    ) -> None:
+        self._plan, self._layers_per_group = plan, layers_per_group
+        self._on_layer_group, self._device = on_layer_group, device
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`."""
+        output = self._plan.attend(layer, query, key, value, options)
+        if (layer + 1) % self._layers_per_group == 0:
+            is_written = Launched().is_done if self._device.type == "cuda" else None
+            self._on_layer_group(layer // self._layers_per_group, is_written)
+        return output

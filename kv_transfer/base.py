@@ -27,6 +27,8 @@ class PageRegion:
     device_id: int = 0
     num_probe_pages: int = 0
     """The last ones, which only tests of connections are written to."""
+    num_layer_groups: int = 1
+    """Equal parts of a page, each the pages' share of some layers, that can be written by themselves."""
 
 
 class WriteState(Enum):
@@ -76,8 +78,16 @@ class Transport(Protocol):
         """Forgets a peer. Unknown ones are ignored."""
         ...
 
-    def write(self, agent_name: str, local_pages: Seq[int], remote_pages: Seq[int], payload: bytes) -> WriteHandle:
-        """Posts a write of whole pages; the peer gets `payload` once they are there.
+    def write(
+        self,
+        agent_name: str,
+        local_pages: Seq[int],
+        remote_pages: Seq[int],
+        payload: bytes,
+        layer_group: int | None = None,
+    ) -> WriteHandle:
+        """Posts a write of whole pages, or of one layer group of them; the peer gets `payload`, unless it is empty,
+        once they are there.
 
         Raises PeerLost if the peer is unknown or gone: then nothing was posted.
         """

@@ -45,9 +45,16 @@ class LocalHub:
 
 class _LocalWrite:
     def __init__(
-        self, sender: LocalTransport, agent_name: str, local: Seq[int], remote: Seq[int], payload: bytes
+        self,
+        sender: LocalTransport,
+        agent_name: str,
+        local: Seq[int],
+        remote: Seq[int],
+        payload: bytes,
+        layer_group: int | None,
     ) -> None:
         self._sender, self._agent_name, self._payload = sender, agent_name, payload
+        self._layer_group = layer_group
         self._local, self._remote = list(local), list(remote)
         self._polls = 0
         self._state = WriteState.IN_PROGRESS
@@ -65,13 +72,18 @@ class _LocalWrite:
 
     def _copy(self, receiver: LocalTransport) -> None:
         source, target = self._sender.region, receiver.region
+        size, offset = source.page_bytes, 0
+        if self._layer_group is not None:
+            size //= source.num_layer_groups
+            offset = self._layer_group * size
         for local, remote in zip(self._local, self._remote, strict=True):
             ctypes.memmove(
-                target.base_address + remote * target.page_bytes,
-                source.base_address + local * source.page_bytes,
-                source.page_bytes,
+                target.base_address + remote * target.page_bytes + offset,
+                source.base_address + local * source.page_bytes + offset,
+                size,
             )
-        receiver.inbox.append(Notification(self._sender.agent_name, self._payload))
+        if self._payload:
+            receiver.inbox.append(Notification(self._sender.agent_name, self._payload))
 
 
 class LocalTransport:
@@ -98,11 +110,18 @@ class LocalTransport:
         """See `Transport.disconnect`."""
         self._peers.discard(agent_name)
 
-    def write(self, agent_name: str, local_pages: Seq[int], remote_pages: Seq[int], payload: bytes) -> _LocalWrite:
+    def write(
+        self,
+        agent_name: str,
+        local_pages: Seq[int],
+        remote_pages: Seq[int],
+        payload: bytes,
+        layer_group: int | None = None,
+    ) -> _LocalWrite:
         """See `Transport.write`."""
         self._check_known(agent_name)
         self.hub.find(agent_name)
-        return _LocalWrite(self, agent_name, local_pages, remote_pages, payload)
+        return _LocalWrite(self, agent_name, local_pages, remote_pages, payload, layer_group)
 
     def notify(self, agent_name: str, payload: bytes) -> None:
         """See `Transport.notify`."""

@@ -38,6 +38,7 @@ class _Peer:
 
     agent_name: str
     page_list: Any  # prepared list, one entry per remote page
+    group_list: Any  # prepared list, one entry per layer group of a remote page; None if pages are not cut
 
 
 class _NixlWrite:
@@ -105,9 +106,8 @@ class NixlTransport:
                 [(region.base_address, region.num_pages * region.page_bytes, region.device_id, "")],
                 mem_type=region.memory_type,
             )
-            self._local_list: Any = self._agent.prep_xfer_dlist(
-                "NIXL_INIT_AGENT", self._page_entries(region), region.memory_type
-            )
+            self._local_list: Any = self._prepare("NIXL_INIT_AGENT", region, 1)
+            self._local_groups: Any = self._prepare_groups("NIXL_INIT_AGENT", region)
             self._metadata: bytes = self._agent.get_agent_metadata()
         except TransportUnavailable:
             raise
@@ -118,16 +118,20 @@ class NixlTransport:
             ) from error
         self._peers: dict[str, _Peer] = {}
 
-    @staticmethod
-    def _page_entries(region: PageRegion) -> np.ndarray[Any, np.dtype[np.uint64]]:
-        """One entry per page: [num_pages, 3] of address, bytes, device."""
-        entries = np.empty((region.num_pages, 3), dtype=np.uint64)
-        entries[:, 0] = region.base_address + np.arange(region.num_pages, dtype=np.uint64) * np.uint64(
-            region.page_bytes
-        )
-        entries[:, 1] = region.page_bytes
+    def _prepare(self, agent_name: str, region: PageRegion, parts: int) -> Any:
+        """A prepared list of all pages, each cut into equal parts."""
+        # [num_pages * parts, 3] of address, bytes, device
+        entries = np.empty((region.num_pages * parts, 3), dtype=np.uint64)
+        size = region.page_bytes // parts
+        entries[:, 0] = region.base_address + np.arange(len(entries), dtype=np.uint64) * np.uint64(size)
+        entries[:, 1] = size
         entries[:, 2] = region.device_id
-        return entries
+        return self._agent.prep_xfer_dlist(agent_name, entries, region.memory_type)
+
+    def _prepare_groups(self, agent_name: str, region: PageRegion) -> Any:
+        # How pages are cut is the writer's affair: both lists are made with its own number.
+        groups = self.region.num_layer_groups
+        return self._prepare(agent_name, region, groups) if groups > 1 else None
 
     def endpoint(self) -> kv_pb2.TransferEndpoint:
         """See `Transport.endpoint`."""
@@ -148,11 +152,15 @@ class NixlTransport:
         try:
             self._agent.add_remote_agent(endpoint.agent_metadata)
             self._agent.make_connection(endpoint.agent_name)
-            page_list = self._agent.prep_xfer_dlist(endpoint.agent_name, self._page_entries(remote), remote.memory_type)
+            peer = _Peer(
+                endpoint.agent_name,
+                self._prepare(endpoint.agent_name, remote, 1),
+                self._prepare_groups(endpoint.agent_name, remote),
+            )
         except Exception as error:
             self._forget(endpoint.agent_name)
             raise TransferError(f"agent {endpoint.agent_name} can't be reached: {error}") from error
-        self._peers[endpoint.agent_name] = _Peer(endpoint.agent_name, page_list)
+        self._peers[endpoint.agent_name] = peer
 
     def disconnect(self, agent_name: str) -> None:
         """See `Transport.disconnect`."""
@@ -161,6 +169,8 @@ class NixlTransport:
             return
         try:
             peer.page_list.release()
+            if peer.group_list is not None:
+                peer.group_list.release()
         except Exception as error:
             log.debug("page list of agent %s: %s", agent_name, error)
         self._forget(agent_name)
@@ -171,18 +181,24 @@ class NixlTransport:
         except Exception as error:
             log.debug("forgetting agent %s: %s", agent_name, error)
 
-    def write(self, agent_name: str, local_pages: Seq[int], remote_pages: Seq[int], payload: bytes) -> _NixlWrite:
+    def write(
+        self,
+        agent_name: str,
+        local_pages: Seq[int],
+        remote_pages: Seq[int],
+        payload: bytes,
+        layer_group: int | None = None,
+    ) -> _NixlWrite:
         """See `Transport.write`."""
         peer = self._peer(agent_name)
+        local_list, remote_list = self._local_list, peer.page_list
+        local, remote = np.asarray(local_pages, dtype=np.int32), np.asarray(remote_pages, dtype=np.int32)
+        if layer_group is not None:
+            local_list, remote_list = self._local_groups, peer.group_list
+            groups = self.region.num_layer_groups
+            local, remote = local * groups + layer_group, remote * groups + layer_group
         try:
-            handle = self._agent.make_prepped_xfer(
-                "WRITE",
-                self._local_list,
-                np.asarray(local_pages, dtype=np.int32),
-                peer.page_list,
-                np.asarray(remote_pages, dtype=np.int32),
-                payload,
-            )
+            handle = self._agent.make_prepped_xfer("WRITE", local_list, local, remote_list, remote, payload)
         except Exception as error:
             raise PeerLost(f"agent {agent_name} can't be written to: {error}") from error
         try:
@@ -215,6 +231,8 @@ class NixlTransport:
             self.disconnect(agent_name)
         try:
             self._local_list.release()
+            if self._local_groups is not None:
+                self._local_groups.release()
             self._agent.deregister_memory(self._registered)
         except Exception as error:
             log.debug("closing agent %s: %s", self.agent_name, error)

@@ -110,8 +110,19 @@ class OutgoingTicket:
         self.num_open_writes += 1
         return TicketWrite(first, count, message.SerializeToString())
 
+    @property
+    def unsent_pages(self) -> range:
+        """Places of the pages that no `next_write` was about yet."""
+        return range(self.num_posted, len(self.page_ids))
+
+    def next_early_write(self) -> range:
+        """A write of some layers of all unsent pages, of which the owner is not told: it hears of the pages when the
+        `next_write` that completes them has ended. Returns their places."""
+        self.num_open_writes += 1
+        return self.unsent_pages
+
     def write_ended(self, ok: bool = True) -> None:
-        """A write that `next_write` asked for is terminal."""
+        """A write that `next_write` or `next_early_write` asked for is terminal."""
         self.num_open_writes -= 1
         self.has_failed_write |= not ok
 

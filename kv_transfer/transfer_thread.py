@@ -20,7 +20,10 @@ from protos import kv_pb2
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0005
-"""Time between looks while a write is open or one is expected."""
+"""Most time between looks while a write is open or one is expected."""
+SHORTEST_WAIT_SECONDS = 0.00005
+SHARE_OF_AGE = 0.1
+"""A young write is looked at after this share of its age: a short one is not counted long, a long one costs little."""
 STALLED_SECONDS = 20.0
 """A peer with open writes of which none ended for so long has failed: packets may be dropped without a word."""
 FENCE_SECONDS = 1.0
@@ -34,13 +37,20 @@ IDLE_SECONDS = 0.02
 
 @dataclass(frozen=True, eq=False)
 class PageWrite:
-    """Pages to write to a peer. `tag` comes back with the result."""
+    """Pages to write to a peer, or one layer group of them. `tag` comes back with the result."""
 
     tag: object
     agent_name: str
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     payload: bytes
+    """Told to the peer afterwards, unless it is empty."""
+    layer_group: int | None = None
+    """None: whole pages."""
+    is_written: Callable[[], bool] | None = None
+    """Our pages must not be read before this says so; None: they can be."""
+    after: tuple[PageWrite, ...] = ()
+    """Writes to the same peer whose bytes are there before this one starts. If one fails, this one fails too."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +139,18 @@ class _OpenWrite:
 class TransferThread:
     """Runs a transport. Its methods may be called from any thread; events come on its own."""
 
-    def __init__(self, transport: Transport, deliver: Callable[[TransferEvent], None]) -> None:
-        """deliver: called on this thread for every event; must not block."""
-        self._transport, self._deliver = transport, deliver
+    def __init__(
+        self,
+        transport: Transport,
+        deliver: Callable[[TransferEvent], None],
+        prepare_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """deliver: called on this thread for every event; must not block. prepare_thread: called on it first."""
+        self._transport, self._deliver, self._prepare_thread = transport, deliver, prepare_thread
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: list[_OpenWrite] = []
+        self._waiting: list[PageWrite] = []
+        """Not posted yet: their pages are not written, or writes that come first are open."""
         self._doomed: set[str] = set()  # peers to disconnect once nothing is open towards them
         self._expecting = False
         self._fences: list[_Fence] = []
@@ -188,11 +205,13 @@ class TransferThread:
         self._expecting = expecting
 
     def _run(self) -> None:
+        self._prepare_thread()
         stopping = False
-        while not (stopping and not self._open):
+        while not (stopping and not self._open and not self._waiting):
             self._pass_time()
             stopping |= self._do_commands()
             self._poll_writes()
+            self._post_waiting()
             self._disconnect_idle()
             try:
                 for notification in self._transport.take_notifications():
@@ -216,7 +235,7 @@ class TransferThread:
     def _do_commands(self) -> bool:
         """Waits for a command, but no longer than until the next look. Returns whether to stop."""
         try:
-            command = self._commands.get(timeout=BUSY_SECONDS if self._open or self._expecting else IDLE_SECONDS)
+            command = self._commands.get(timeout=self._seconds_to_next_look())
             while True:
                 if isinstance(command, _Stop):
                     return True
@@ -225,10 +244,17 @@ class TransferThread:
         except queue.Empty:
             return False
 
+    def _seconds_to_next_look(self) -> float:
+        if self._open:
+            age = time.monotonic() - self._open[-1].started
+            return min(max(age * SHARE_OF_AGE, SHORTEST_WAIT_SECONDS), BUSY_SECONDS)
+        return BUSY_SECONDS if self._waiting or self._expecting else IDLE_SECONDS
+
     def _do(self, command: _Command) -> None:
         match command:
             case PageWrite():
-                self._post(command)
+                self._waiting.append(command)
+                self._post_waiting()
             case _Connect(endpoint):
                 self._disconnect_idle()
                 if endpoint.agent_name in self._doomed:
@@ -249,6 +275,29 @@ class TransferThread:
                 except TransferError as error:
                     self._fail_peer(agent_name, str(error))
 
+    def _post_waiting(self) -> None:
+        """Posts what can be; a write never overtakes one of `after`, even one that waits itself."""
+        unfinished = {entry.write for entry in self._open}
+        still_waiting: list[PageWrite] = []
+        for write in self._waiting:
+            is_doomed = write.agent_name in self._doomed  # a connection that has failed is waited for by nobody
+            try:
+                can_start = write.is_written is None or write.is_written()
+            except Exception as error:
+                # Nothing was posted; what was before it, nobody knows. Its owner hears that once the peer is let go.
+                now, reason = time.monotonic(), f"the device failed: {error}"
+                self._deliver(WriteEnded(write, False, now, now, reason))
+                self._fail_peer(write.agent_name, reason)
+                continue
+            if is_doomed or (can_start and unfinished.isdisjoint(write.after)):
+                self._post(write)
+                if self._open and self._open[-1].write is write:
+                    unfinished.add(write)
+            else:
+                still_waiting.append(write)
+                unfinished.add(write)
+        self._waiting = still_waiting
+
     def _post(self, write: PageWrite) -> None:
         started = time.monotonic()
         if not write.local_pages:
@@ -261,7 +310,9 @@ class TransferThread:
             self._deliver(WriteEnded(write, False, started, started, reason))
             return
         try:
-            handle = self._transport.write(write.agent_name, write.local_pages, write.remote_pages, write.payload)
+            handle = self._transport.write(
+                write.agent_name, write.local_pages, write.remote_pages, write.payload, write.layer_group
+            )
         except TransferError as error:
             self._deliver(WriteEnded(write, False, started, time.monotonic(), str(error)))
             self._fail_peer(write.agent_name, str(error))
@@ -302,7 +353,7 @@ class TransferThread:
     def _disconnect_idle(self) -> None:
         """Disconnects peers that are to go and have nothing open: cutting a write leaves its fate unknown."""
         if self._doomed:
-            busy = {entry.write.agent_name for entry in self._open}
+            busy = {entry.write.agent_name for entry in self._open} | {write.agent_name for write in self._waiting}
             for agent_name in self._doomed - busy:
                 self._transport.disconnect(agent_name)
                 self._last_end.pop(agent_name, None)

@@ -61,6 +61,10 @@ class ClusterConfig:
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"
     """Element type; auto is bfloat16 where the processor computes in it, else float32."""
+    device: str = "auto"
+    """Where workers compute: cpu, cuda or cuda:N, which they share. auto: the first GPU if there is one."""
+    memory_fraction: float = 0.85
+    """Of a GPU's memory, what all workers take together."""
     page_size: int = 16
     """Tokens in a KV page."""
     num_pages: int | None = None
@@ -118,6 +122,8 @@ class ClusterConfig:
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "mixed steps of colocated workers need a larger budget"
             )
+        if not 0 < self.memory_fraction <= 1:
+            raise ValueError(f"--memory-fraction is {self.memory_fraction:g}; it must be above 0 and at most 1")
         if self.drain_seconds < 0:
             raise ValueError(f"--drain-seconds is {self.drain_seconds:g}; it can't be negative")
         for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
@@ -234,7 +240,8 @@ class LocalCluster:
         config = self.config
         first = {"prefill": 0, "decode": config.num_prefill, "colocated": config.num_prefill + config.num_decode}
         cpus, threads = share_of_cores(first[tier] + index, config.num_workers)
-        arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size)]
+        arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size), "--device", config.device]
+        arguments += ["--memory-fraction", f"{config.memory_fraction / config.num_workers:.4f}"]
         arguments += ["--max-num-sequences", str(config.max_num_sequences), "--threads", str(threads)]
         arguments += ["--drain-seconds", f"{config.drain_seconds:g}"]
         if cpus:

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from engine.model_runner import PromptLogits, StepLogits, StepRunner
+from engine.device import IsWritten
+from engine.model_runner import OnLayerGroup, PromptLogits, StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import Choice, TokenLogprobs, sample
 from engine.sequence import Sequence, num_pages_for
@@ -42,6 +43,8 @@ from worker.stamps import Stamps
 
 log = logging.getLogger(__name__)
 
+MIN_GROUPED_BYTES = 2 << 20
+"""Last pages with less than this are sent whole: a write has a cost of its own."""
 MAX_TOMBSTONES = 10_000
 """Closed tickets remembered, so that a late command can't use one."""
 
@@ -65,6 +68,8 @@ class _Request:
     """Of the prompt tokens after the first, so far; if asked for."""
     computed_at: float | None = None
     """When the last chunk was done."""
+    early_writes: tuple[PageWrite, ...] = ()
+    """Layer groups of the last pages that were sent before the last layers were computed."""
     bytes_sent: int = 0
     bytes_while_computing: int = 0
     busy_seconds: float = 0.0
@@ -108,6 +113,8 @@ class PrefillWorker(EngineLoop):
         self._runner, self._vocab_size = runner, parts.vocab_size
         self._probe_digest = parts.probe_pages.digest()
         self._open_writes: set[PageWrite] = set()
+        self._is_written: IsWritten | None = None
+        """Of the last step: pages of all steps are written once it says so."""
         self._connecting: dict[str, list[_Probe]] = {}
         """Test pages to send to peers once they are connected."""
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
@@ -161,7 +168,8 @@ class PrefillWorker(EngineLoop):
         for entry in step.batch:
             self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
         try:
-            logits = self._runner.run(step.batch)
+            logits = self._runner.run(step.batch, self._layer_group_sender(step))
+            self._is_written = logits.is_written
             self._deliver(step, logits)
             self._failed_steps = 0
         except Exception as error:
@@ -192,6 +200,39 @@ class PrefillWorker(EngineLoop):
             self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
             if not request.is_lease_over:  # if it is, the end of this chunk tells; the step is planned already
                 self._send_pages(request, sequence.num_cached_tokens // self._parts.page_size)
+
+    def _layer_group_sender(self, step: PrefillStep) -> OnLayerGroup | None:
+        """Sends the last pages of prompts that end with this step layer by layer, but for the last layers, which go
+        with the first token. None if there are none, or too few to be worth it.
+
+        Pages of earlier chunks travel while later chunks are computed; those of the last chunk have nothing else to
+        travel behind than its own later layers.
+        """
+        if self._parts.num_layer_groups == 1:
+            return None
+        page_bytes = self._parts.page_bytes
+        grouped = [
+            request
+            for request in (self._by_sequence[e.sequence.sequence_id] for e in step.batch if e.is_sampled)
+            if len(request.ticket.unsent_pages) * page_bytes >= MIN_GROUPED_BYTES and not request.ticket.is_stopped
+        ]
+        if not grouped:
+            return None
+
+        def send(group: int, is_written: IsWritten | None) -> None:
+            if group < self._parts.num_layer_groups - 1:
+                for request in grouped:
+                    self._send_layer_group(request, group, is_written)
+
+        return send
+
+    def _send_layer_group(self, request: _Request, group: int, is_written: IsWritten | None) -> None:
+        if request.is_lease_over:
+            return  # the end of this chunk tells
+        places = request.ticket.next_early_write()
+        write = self._page_write(request, places, b"", layer_group=group, is_written=is_written)
+        request.early_writes += (write,)
+        self._post(write)
 
     # receive
 
@@ -357,17 +398,27 @@ class PrefillWorker(EngineLoop):
         write = request.ticket.next_write(num_finished_pages, first_token)
         if write is None:
             return
-        first = request.ticket.first_page_index + write.first_page
-        local_pages = tuple(request.sequence.page_table[first : first + write.num_pages])
+        early = request.early_writes
+        places = range(write.first_page, write.first_page + write.num_pages)
+        group = self._parts.num_layer_groups - 1 if early else None
+        self._post(self._page_write(request, places, write.payload, group, is_written=self._is_written, after=early))
+
+    def _page_write(
+        self,
+        request: _Request,
+        places: range,
+        payload: bytes,
+        layer_group: int | None,
+        is_written: IsWritten | None,
+        after: tuple[PageWrite, ...] = (),
+    ) -> PageWrite:
+        """A write of the pages at some places of the ticket; they stay ours until it has ended."""
+        first = request.ticket.first_page_index + places.start
+        local_pages = tuple(request.sequence.page_table[first : first + len(places)])
         self._parts.pool.pin(local_pages)
-        self._post(
-            PageWrite(
-                tag=request,
-                agent_name=request.ticket.agent_name,
-                local_pages=local_pages,
-                remote_pages=request.ticket.page_ids[write.first_page : write.first_page + write.num_pages],
-                payload=write.payload,
-            )
+        remote_pages = request.ticket.page_ids[places.start : places.stop]
+        return PageWrite(
+            request, request.ticket.agent_name, local_pages, remote_pages, payload, layer_group, is_written, after
         )
 
     def _post(self, write: PageWrite) -> None:
@@ -385,6 +436,8 @@ class PrefillWorker(EngineLoop):
         request.ticket.write_ended(ended.ok)
         if ended.ok:
             num_bytes = len(ended.write.local_pages) * self._parts.page_bytes
+            if ended.write.layer_group is not None:
+                num_bytes //= self._parts.num_layer_groups
             request.bytes_sent += num_bytes
             if request.computed_at is None or ended.ended <= request.computed_at:
                 request.bytes_while_computing += num_bytes

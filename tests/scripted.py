@@ -19,8 +19,14 @@ class ScriptedRunner:
         self.fail = False
         self.broken = set()
         self.steps = []
+        self.is_written = None
+        self.layer_groups = 1
+        self.on_group = lambda group: None
 
-    def run(self, batch):
+    def run(self, batch, on_layer_group=None):
+        for group in range(self.layer_groups if on_layer_group else 0):
+            self.on_group(group)
+            on_layer_group(group, self.is_written)
         self.steps.append([(e.sequence.sequence_id, e.num_new_tokens) for e in batch])
         if self.fail:
             raise RuntimeError("out of luck")
@@ -35,7 +41,7 @@ class ScriptedRunner:
             for entry in batch
             if entry.sequence.sampling.prompt_logprobs
         ]
-        return StepLogits(sampled, logits if sampled else None, prompts)
+        return StepLogits(sampled, logits if sampled else None, prompts, self.is_written)
 
 
 class FakeSessions:

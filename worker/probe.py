@@ -42,3 +42,6 @@ class KvProbePages:
     def clear(self) -> None:
         """See `ProbePages.clear`."""
         self._bytes.zero_()
+        if self._bytes.is_cuda:
+            # Launched is not done, and the next test may be on its way.
+            torch.cuda.synchronize(self._bytes.device)

@@ -15,9 +15,12 @@ import psutil
 import torch
 from grpc import aio
 
+from engine.attention.choice import choose_attention
 from engine.config import EngineConfig
+from engine.cuda_graphs import graph_sizes
 from engine.kv_cache import PAGE_AXES, KvCache, page_bytes
 from engine.loader import LoadedModel, load_model, set_threads
+from engine.memory import pages_that_fit
 from engine.model_runner import ModelRunner
 from engine.page_pool import PagePool
 from engine.sequence import num_pages_for
@@ -85,13 +88,22 @@ def run_worker(
         extra={
             "model": config.engine.model,
             "dtype": _dtype_name(loaded.dtype),
+            "device": str(loaded.device),
             "threads": threads,
             "seconds": round(time.monotonic() - started, 2),
         },
     )
-    num_pages = config.engine.num_pages or _default_num_pages(config.engine, loaded)
+    if loaded.device.type == "cuda":
+        torch.cuda.set_device(loaded.device)
+    if config.engine.num_pages != "auto":
+        num_pages = config.engine.num_pages
+    elif loaded.device.type == "cuda":
+        step_tokens = limits.token_budget or config.max_num_sequences
+        num_pages = pages_that_fit(loaded, config.engine, step_tokens, config.max_num_sequences)
+    else:
+        num_pages = _default_num_pages(config.engine, loaded)
     _check_memory(num_pages, config.engine, loaded)
-    kv_cache = KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, config.engine.device)
+    kv_cache = KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
     serve = functools.partial(_serve, config, tier, limits, loaded, kv_cache, build_loop, service_names, add_services)
     return asyncio.run(serve())
 
@@ -122,6 +134,7 @@ async def _serve(
         "DRAM" if device.type == "cpu" else "VRAM",
         device.index or 0,
         kv_cache.num_probe_pages,
+        kv_cache.num_layer_groups,
     )
     # A colocated worker moves nothing, so it runs where NIXL does not.
     is_alone = tier == worker_pb2.TIER_COLOCATED
@@ -130,13 +143,13 @@ async def _serve(
         if is_alone
         else NixlTransport(agent_name, region, config.require_rdma)
     )
-    transfers = TransferThread(transport, inbox.put)
+    transfers = TransferThread(transport, inbox.put, functools.partial(_use_device, device))
     pool = PagePool(kv_cache.num_pages)
     metrics = WorkerMetrics(tier_name, pool)
     loop = asyncio.get_running_loop()
     sessions = Sessions(loop, inbox)
     parts = WorkerParts(
-        runner=ModelRunner(loaded, kv_cache),
+        runner=_make_runner(config, tier, limits, loaded, kv_cache),
         pool=pool,
         page_size=kv_cache.page_size,
         transfers=transfers,
@@ -151,6 +164,7 @@ async def _serve(
         worker_id=worker_id,
         incarnation_id=incarnation_id,
         agent_name=agent_name,
+        num_layer_groups=kv_cache.num_layer_groups,
     )
     limits.num_pages, limits.page_size = kv_cache.num_pages, kv_cache.page_size
     limits.max_model_len, limits.vocab_size = loaded.max_model_len, loaded.vocab_size
@@ -185,6 +199,7 @@ async def _serve(
 
     def run_engine() -> None:
         try:
+            _use_device(device)
             worker_loop.run()
         except BaseException:
             log.exception("the engine loop died")
@@ -280,6 +295,24 @@ def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) ->
         loop.call_soon_threadsafe(function)
 
 
+def _make_runner(
+    config: WorkerConfig,
+    tier: worker_pb2.Tier.ValueType,
+    limits: worker_pb2.WorkerLimits,
+    loaded: LoadedModel,
+    kv_cache: KvCache,
+) -> ModelRunner:
+    most_decoded = 0 if tier == worker_pb2.TIER_PREFILL else config.max_num_sequences
+    sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, limits.token_budget)
+    return ModelRunner(loaded, kv_cache, choose_attention(loaded, kv_cache, config.engine.attention), sizes)
+
+
+def _use_device(device: torch.device) -> None:
+    """For threads other than the first, which the driver's calls are made for."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _fingerprint(loaded: LoadedModel, kv_cache: KvCache) -> Fingerprint:
     return Fingerprint(
         model_config_hash=loaded.identity.config_hash,
@@ -303,21 +336,21 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _default_num_pages(config: EngineConfig, loaded: LoadedModel) -> int:
     wanted = DEFAULT_SEQUENCES * num_pages_for(loaded.max_model_len, config.page_size)
     per_page = page_bytes(loaded.kv_shape, config.page_size, loaded.dtype)
-    return max(1, min(wanted, _free_memory(config) // 8 // per_page))
+    return max(1, min(wanted, _free_memory(loaded.device) // 8 // per_page))
 
 
 def _check_memory(num_pages: int, config: EngineConfig, loaded: LoadedModel) -> None:
     needed = num_pages * page_bytes(loaded.kv_shape, config.page_size, loaded.dtype)
-    free = _free_memory(config)
+    free = _free_memory(loaded.device)
     if needed > free:
         raise ConfigError(
             f"--num-pages is {num_pages}, which takes {needed / 1e9:.1f} GB; "
-            f"free are {free / 1e9:.1f} GB on {config.device}"
+            f"free are {free / 1e9:.1f} GB on {loaded.device}"
         )
 
 
-def _free_memory(config: EngineConfig) -> int:
-    if torch.device(config.device).type == "cuda":
-        free, _ = torch.cuda.mem_get_info(config.device)
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return int(psutil.virtual_memory().available)

@@ -69,10 +69,10 @@ class FaultyTransport:
             self._faults = Faults(**json.loads(self._path.read_text()))
         return self._faults
 
-    def write(self, agent_name, local_pages, remote_pages, payload):
+    def write(self, agent_name, local_pages, remote_pages, payload, layer_group=None):
         faults = self.faults()
         if kv_pb2.KvNotification.FromString(payload).HasField("probe") and not faults.probes:
-            return self._transport.write(agent_name, local_pages, remote_pages, payload)
+            return self._transport.write(agent_name, local_pages, remote_pages, payload, layer_group)
         self._num_writes += 1
         is_there = self._num_writes == faults.countdown + 1
         if faults.stop_at == "before post" and is_there:
@@ -83,7 +83,7 @@ class FaultyTransport:
             raise PeerLost("a post that fails on purpose")
         kind = self._kind_of_notification(faults)
         handle = self._transport.write(
-            agent_name, local_pages, remote_pages, b"" if kind in ("lost", "late") else payload
+            agent_name, local_pages, remote_pages, b"" if kind in ("lost", "late") else payload, layer_group
         )
         if kind in ("late", "twice"):
             self._late.append((time.monotonic() + self._rng.random() * 0.1, agent_name, payload))

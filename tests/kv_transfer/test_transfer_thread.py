@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,6 +68,74 @@ def test_a_write_ends_and_the_owner_hears_of_it(workers):
     assert ended.ended >= ended.started
     assert owner.next_event() == Notification(writer.name, b"payload")
     assert (owner.memory[:2] == 5).all()
+
+
+def test_pages_are_not_read_before_the_device_has_written_them(workers):
+    writer, owner = workers
+    writer.thread.connect(owner.transport.endpoint())
+    writer.next_event()
+    written = threading.Event()
+    writer.thread.write(replace(make_write(owner, tag="launched"), is_written=written.is_set))
+    writer.thread.write(make_write(owner, pages=(4,), tag="there"))
+    assert writer.next_event().write.tag == "there"  # others do not wait for it
+    time.sleep(0.05)
+    assert writer.events.empty()
+    writer.memory[:2] = 9
+    written.set()
+    assert writer.next_event().write.tag == "launched"
+    assert (owner.memory[:2] == 9).all()
+
+
+def test_a_write_waits_for_those_it_comes_after(workers):
+    writer, owner = workers
+    writer.thread.connect(owner.transport.endpoint())
+    writer.next_event()
+    written = threading.Event()
+    first = replace(make_write(owner, tag="first"), payload=b"", is_written=written.is_set)
+    second = replace(make_write(owner, pages=(4,), tag="second"), payload=b"", after=(first,))
+    last = replace(make_write(owner, pages=(5,), tag="last"), after=(first, second))
+    for write in (first, second, last):
+        writer.thread.write(write)
+    time.sleep(0.05)
+    assert writer.events.empty() and owner.events.empty()
+    written.set()
+    assert [writer.next_event().write.tag for _ in range(3)] == ["first", "second", "last"]
+    assert owner.next_event().payload == b"payload"
+    assert owner.events.empty()
+
+
+def test_a_write_fails_with_the_one_it_comes_after():
+    hub = LocalHub()
+    made = [Worker(lambda name, region: LocalTransport(hub, name, region), f"f-{n}") for n in range(2)]
+    writer, owner = made
+    writer.thread.connect(owner.transport.endpoint())
+    writer.next_event()
+    written = threading.Event()
+    first = replace(make_write(owner, tag="first"), is_written=written.is_set)
+    writer.thread.write(first)
+    writer.thread.write(replace(make_write(owner, tag="last"), after=(first,)))
+    hub.remove(owner.name)
+    written.set()
+    events = [writer.next_event() for _ in range(4)]
+    assert [(e.write.tag, e.ok) for e in events if isinstance(e, WriteEnded)] == [("first", False), ("last", False)]
+    assert isinstance(events[-1], PeerDisconnected)  # nothing keeps the broken connection
+    for worker in made:
+        worker.thread.stop()
+
+
+def test_a_device_that_failed_ends_its_writes(workers):
+    writer, owner = workers
+    writer.thread.connect(owner.transport.endpoint())
+    writer.next_event()
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    writer.thread.write(replace(make_write(owner), is_written=broken))
+    ended = writer.next_event()
+    assert not ended.ok
+    assert "illegal memory access" in ended.reason
+    assert writer.thread.is_alive
 
 
 def test_a_write_of_no_pages_is_complete_at_once_and_still_heard(workers):

@@ -21,10 +21,11 @@ _counter = iter(range(1_000_000))
 class Side:
     """A transport over a pool of bytes."""
 
-    def __init__(self, make, name, page_bytes=PAGE_BYTES):
+    def __init__(self, make, name, page_bytes=PAGE_BYTES, num_layer_groups=1):
         self.memory = np.zeros((NUM_PAGES, page_bytes), dtype=np.uint8)
         self.name = f"{name}/{next(_counter)}"
-        self.transport = make(self.name, PageRegion(self.memory.ctypes.data, NUM_PAGES, page_bytes))
+        region = PageRegion(self.memory.ctypes.data, NUM_PAGES, page_bytes, num_layer_groups=num_layer_groups)
+        self.transport = make(self.name, region)
 
 
 def make_local_factory():
@@ -76,6 +77,26 @@ class TestTransport:
         assert [owner.memory[page, 0] for page in (0, 1, 15)] == [103, 104, 109]
         assert (owner.memory[[0, 1, 15]] == owner.memory[[0, 1, 15], :1]).all()
         assert owner.memory[2:15].sum() == 0
+
+    @pytest.mark.parametrize("owner_groups", [1, 3], ids=["owner uncut", "owner cut otherwise"])
+    def test_a_layer_group_is_written_by_itself(self, make, owner_groups):
+        writer, owner = Side(make, "writer", num_layer_groups=4), Side(make, "owner", num_layer_groups=owner_groups)
+        writer.transport.connect(owner.transport.endpoint())
+        expected = np.zeros_like(owner.memory)
+        size = PAGE_BYTES // 4
+        for number, group in enumerate((2, 0, 3), start=1):
+            writer.memory[:] = number * 10 + np.arange(NUM_PAGES, dtype=np.uint8)[:, None]
+            handle = writer.transport.write(owner.name, [3, 4, 9], [0, 1, 15], b"", group)
+            assert drive(writer, owner, [handle]) == []
+            for local, remote in zip((3, 4, 9), (0, 1, 15), strict=True):
+                expected[remote, group * size : (group + 1) * size] = number * 10 + local
+            assert (owner.memory == expected).all()
+        # Whole pages go as before.
+        handle = writer.transport.write(owner.name, [5], [7], b"whole")
+        assert [n.payload for n in drive(writer, owner, [handle])] == [b"whole"]
+        assert (owner.memory[7] == writer.memory[5]).all()
+        writer.transport.close()
+        owner.transport.close()
 
     def test_a_notification_never_comes_before_its_data(self, pair):
         writer, owner = pair

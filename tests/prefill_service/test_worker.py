@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 
 import numpy as np
@@ -14,6 +15,7 @@ from kv_transfer.base import PageRegion, WriteState
 from kv_transfer.errors import PeerLost
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.transfer_thread import TransferThread
+from prefill_service import worker as prefill_worker
 from prefill_service.config import PrefillConfig
 from prefill_service.worker import PrefillWorker
 from protos import inference_pb2, kv_pb2, worker_pb2
@@ -29,10 +31,13 @@ NUM_PAGES = 32
 class Rig:
     """A worker whose loop is turned by hand, and a decode worker's transport to write to."""
 
-    def __init__(self, token_budget=8):
+    def __init__(self, token_budget=8, layer_groups=1):
         hub = LocalHub()
         self.memory = [np.zeros((NUM_PAGES + 2, 64), dtype=np.uint8) for _ in range(2)]
-        regions = [PageRegion(m.ctypes.data, NUM_PAGES + 2, 64, num_probe_pages=2) for m in self.memory]
+        regions = [
+            PageRegion(m.ctypes.data, NUM_PAGES + 2, 64, num_probe_pages=2, num_layer_groups=layer_groups)
+            for m in self.memory
+        ]
         self.transport, self.owner = LocalTransport(hub, "p/1", regions[0]), LocalTransport(hub, "d/1", regions[1])
         self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
         self.pool = PagePool(NUM_PAGES)
@@ -41,7 +46,7 @@ class Rig:
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions,
             metrics=WorkerMetrics("prefill", self.pool), loop=ImmediateLoop(), probe_pages=FakeProbePages((32, 33)),
-            worker_id="p", incarnation_id="1", agent_name="p/1",
+            worker_id="p", incarnation_id="1", agent_name="p/1", num_layer_groups=layer_groups,
         )  # fmt: skip
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
         self.worker = PrefillWorker(parts, self.runner, config)
@@ -92,6 +97,89 @@ def rig():
     yield made
     made.turn_until(made.is_at_rest)
     made.transfers.stop()
+
+
+def settle(rig):
+    rig.turn_until(rig.is_at_rest)
+    rig.transfers.stop()
+
+
+class TestLayerGroups:
+    """The last chunk's pages go layer by layer while later layers are computed."""
+
+    def test_pages_that_are_too_few_go_whole(self):
+        rig = Rig(layer_groups=4)
+        rig.runner.layer_groups = 4
+        groups = []
+        rig.runner.on_group = groups.append
+        rig.submit("r", [1, 2, 3])
+        rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+        assert groups == []
+        settle(rig)
+
+    def test_they_count_once_and_the_owner_hears_of_them_at_the_end(self, monkeypatch):
+        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 3 * 64)
+        rig = Rig(token_budget=16, layer_groups=4)
+        rig.runner.layer_groups = 4
+        arrived = []
+
+        def compute(group):
+            rig.memory[0][:, group * 16 : (group + 1) * 16] = group + 1
+            if group == 3:
+                end = time.monotonic() + 5
+                while not rig.memory[1][:3, :48].all() and time.monotonic() < end:
+                    time.sleep(0.001)
+                arrived.append(rig.memory[1][:3].copy())
+
+        rig.runner.on_group = compute
+        rig.submit("r", list(range(1, 11)))
+        rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+        [before_the_last] = arrived
+        assert (before_the_last == [[1] * 16 + [2] * 16 + [3] * 16 + [0] * 16] * 3).all()
+        assert (rig.memory[1][:3] == rig.memory[0][:3]).all()
+        heard = rig.owner_heard()
+        assert [(n.first_page, n.num_pages, n.first_token.token_id) for n in heard] == [(0, 3, 7)]
+        [moved] = rig.sessions.of("transfer_finished")
+        assert moved.kv_transfer.bytes == 3 * 64
+        assert moved.kv_transfer.bytes_while_computing == 3 * 48
+        settle(rig)
+
+    def test_an_answer_that_ends_at_once_waits_for_what_is_on_its_way(self, monkeypatch):
+        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 0)
+        rig = Rig(layer_groups=4)
+        rig.runner.layer_groups = 4
+        rig.submit("r", [1, 2, 3], max_tokens=1)
+        rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+        [closed] = rig.owner_heard()
+        assert closed.closed and closed.answer_ended
+        settle(rig)
+
+    def test_a_step_that_fails_half_way_gives_its_pages_back(self, monkeypatch):
+        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 0)
+        rig = Rig(layer_groups=4)
+        rig.runner.layer_groups, rig.runner.fail = 4, True
+        rig.submit("r", [1, 2, 3])
+        rig.turn_until(lambda: "r" in rig.failures())
+        rig.runner.fail = False
+        rig.turn_until(rig.is_at_rest)
+        assert rig.owner_heard()[-1].closed
+        settle(rig)
+
+
+def test_nothing_is_sent_that_was_only_launched(rig):
+    written = threading.Event()
+    rig.runner.is_written = written.is_set
+    rig.submit("r", list(range(1, 19)))
+    rig.turn_until(lambda: rig.sessions.of("step_output"))
+    for _ in range(20):
+        rig.turn()
+        time.sleep(0.002)
+    assert rig.owner_heard() == []
+    assert not rig.memory[1].any()
+    rig.memory[0][:] = 3
+    written.set()
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    assert (rig.memory[1][:5] == 3).all()
 
 
 def test_a_prompt_is_sent_while_it_is_computed_and_brings_its_first_token(rig):

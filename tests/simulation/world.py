@@ -106,7 +106,7 @@ class SimRunner:
     def __init__(self, process: SimWorker) -> None:
         self._process = process
 
-    def run(self, batch):
+    def run(self, batch, on_layer_group=None):
         memory = self._process.memory
         for entry in batch:
             sequence, start = entry.sequence, entry.sequence.num_computed_tokens

@@ -1,0 +1,34 @@
+"""Which attention backend a worker uses."""
+
+from __future__ import annotations
+
+import logging
+
+from engine.attention import flashinfer
+from engine.attention.base import AttentionBackend
+from engine.attention.native_steps import native_attention
+from engine.attention.torch_paged import TorchPagedAttention
+from engine.config import AttentionName
+from engine.errors import ModelLoadError
+from engine.kv_cache import KvCache
+from engine.loader import LoadedModel
+
+log = logging.getLogger(__name__)
+
+
+def choose_attention(loaded: LoadedModel, kv_cache: KvCache, name: AttentionName = "auto") -> AttentionBackend:
+    """The backend called `name`; "auto" is the fastest one that can run here.
+
+    Raises ModelLoadError if the one asked for can't run.
+    """
+    if name == "torch":
+        return TorchPagedAttention(kv_cache)
+    if name == "auto" and kv_cache.tensor.device.type == "cpu":
+        return native_attention(kv_cache, loaded.num_query_heads) or TorchPagedAttention(kv_cache)
+    reason = flashinfer.why_not(kv_cache)
+    if reason is None:
+        return flashinfer.FlashInferAttention(kv_cache, loaded.num_query_heads, loaded.attention_options)
+    if name == "flashinfer":
+        raise ModelLoadError(f"--attention flashinfer: {reason}")
+    log.warning("attention in plain torch, which is slow on a GPU", extra={"reason": f"FlashInfer: {reason}"})
+    return TorchPagedAttention(kv_cache)

@@ -1,0 +1,313 @@
+"""Paged attention on CUDA by FlashInfer's kernels (Ye et al. 2025, arXiv 2501.01005); FlashInfer 0.6 and 0.7.
+
+A layer of the cache is what FlashInfer calls `HND` with a page stride: keys and values [num_pages, num_kv_heads,
+page_size, head_dim], where neighbouring pages are all layers apart. Nothing is copied or rearranged.
+
+A step is planned once per kind of layer (window, soft cap, scaling) and the plan serves all layers of that kind. Single
+tokens go to the decode kernels, chunks to the prefill kernels, also when both are in one step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.base import AttentionOptions, AttentionPlan
+from engine.device import to_device
+from engine.kv_cache import KvCache
+from engine.sequence import ScheduledSequence, num_pages_for
+
+WORKSPACE_BYTES = 256 << 20
+"""For partial results of long sequences that several blocks of threads share. One for all wrappers: they run one after
+another. 64 heads of 128 on a GPU with 132 multiprocessors can need 138 MB."""
+HEAD_DIMS = (64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_GROUP_WITHOUT_TENSOR_CORES = 2
+"""Query heads per KV head up to which the decode kernel that does without tensor cores is used."""
+LAYOUT = "HND"
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A step as FlashInfer's kernels want it: int32 tensors in host memory. "Sequence" is an entry of the batch."""
+
+    query_indptr: torch.Tensor
+    """[sequences + 1] first new token of each sequence."""
+    page_indptr: torch.Tensor
+    """[sequences + 1] first place of each sequence in `page_ids`."""
+    page_ids: torch.Tensor
+    """[pages of all sequences]"""
+    last_page_lengths: torch.Tensor
+    """[sequences] tokens in the last page, the new ones included."""
+    token_sequences: torch.Tensor
+    """[tokens] which sequence a new token belongs to."""
+    token_positions: torch.Tensor
+    """[tokens] its place there."""
+
+
+def lay_out(batch: Seq[ScheduledSequence], page_size: int) -> PagedBatch:
+    """Lays out a step. Pages for all its new tokens must be in the page tables."""
+    query_indptr, page_indptr = [0], [0]
+    page_ids: list[int] = []
+    last_page_lengths: list[int] = []
+    token_sequences: list[int] = []
+    token_positions: list[int] = []
+    for index, entry in enumerate(batch):
+        start = entry.sequence.num_computed_tokens
+        end = start + entry.num_new_tokens
+        num_pages = num_pages_for(end, page_size)
+        page_ids += entry.sequence.page_table[:num_pages]
+        query_indptr.append(query_indptr[-1] + entry.num_new_tokens)
+        page_indptr.append(page_indptr[-1] + num_pages)
+        last_page_lengths.append(end - (num_pages - 1) * page_size)
+        token_sequences += [index] * entry.num_new_tokens
+        token_positions += range(start, end)
+    return PagedBatch(
+        *(
+            torch.tensor(values, dtype=torch.int32)
+            for values in (query_indptr, page_indptr, page_ids, last_page_lengths, token_sequences, token_positions)
+        )
+    )
+
+
+def _load_kernels() -> Any:
+    import flashinfer
+
+    return flashinfer
+
+
+def why_not(kv_cache: KvCache) -> str | None:
+    """Why FlashInfer can't attend over this cache; None if it can."""
+    tensor, shape = kv_cache.tensor, kv_cache.shape
+    if tensor.device.type != "cuda":
+        return "it runs on CUDA devices only"
+    if tensor.dtype not in DTYPES:
+        return f"it has no kernels for {str(tensor.dtype).removeprefix('torch.')}"
+    if shape.head_dim not in HEAD_DIMS:
+        return f"it has no kernels for heads of {shape.head_dim} elements"
+    try:
+        _load_kernels()
+    except ImportError as error:
+        return f"the flashinfer package can't be loaded: {error}"
+    return None
+
+
+class FlashInferAttention:
+    """See `AttentionBackend`."""
+
+    def __init__(
+        self, kv_cache: KvCache, num_query_heads: int, options: Seq[AttentionOptions], kernels: Any = None
+    ) -> None:
+        """options: all that layers of the model ask for. kernels: what is used in place of the flashinfer package."""
+        self.kernels = kernels or _load_kernels()
+        self.options = tuple(options)
+        self.page_size, self.device = kv_cache.page_size, kv_cache.tensor.device
+        shape, self._dtype = kv_cache.shape, kv_cache.tensor.dtype
+        self._num_query_heads, self._num_kv_heads, self._head_dim = num_query_heads, shape.num_kv_heads, shape.head_dim
+        self._use_tensor_cores = num_query_heads // shape.num_kv_heads > MAX_GROUP_WITHOUT_TENSOR_CORES
+        self.layers = [(kv_cache.tensor[:, n, 0], kv_cache.tensor[:, n, 1]) for n in range(shape.num_layers)]
+        """Keys and values of each layer: [num_pages, num_kv_heads, page_size, head_dim]."""
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self.chunk_wrappers = {asked: self.make_chunk_wrapper() for asked in self.options}
+        self.step_wrappers = {asked: self.make_step_wrapper() for asked in self.options}
+        """For steps outside CUDA graphs."""
+
+    def make_chunk_wrapper(self, **buffers: Any) -> Any:
+        """A wrapper for chunks; buffers: those of a wrapper that is recorded in a CUDA graph."""
+        return self.kernels.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, **buffers)
+
+    def make_step_wrapper(self, **buffers: Any) -> Any:
+        """A wrapper for single tokens; buffers: those of a wrapper that is recorded in a CUDA graph."""
+        return self.kernels.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, LAYOUT, use_tensor_cores=self._use_tensor_cores, **buffers
+        )
+
+    def plan(self, batch: Seq[ScheduledSequence]) -> AttentionPlan:
+        """Lays out a step."""
+        return _FlashInferPlan(self, batch)
+
+    def plan_steps(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
+        """Tells a wrapper for single tokens what comes. page_ids: those of `paged` on the device."""
+        wrapper.plan(
+            paged.page_indptr,
+            page_ids,
+            paged.last_page_lengths,
+            self._num_query_heads,
+            self._num_kv_heads,
+            self._head_dim,
+            self.page_size,
+            **self._plan_options(options),
+        )
+
+    def plan_chunks(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
+        """Tells a wrapper for chunks what comes. page_ids: those of `paged` on the device."""
+        wrapper.plan(
+            paged.query_indptr,
+            paged.page_indptr,
+            page_ids,
+            paged.last_page_lengths,
+            self._num_query_heads,
+            self._num_kv_heads,
+            self._head_dim,
+            self.page_size,
+            causal=True,
+            **self._plan_options(options),
+        )
+
+    def _plan_options(self, options: AttentionOptions) -> dict[str, Any]:
+        return {
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+            "sm_scale": options.scaling,
+            # Ours counts the token itself, theirs does not.
+            "window_left": -1 if options.sliding_window is None else options.sliding_window - 1,
+            "logits_soft_cap": options.softcap,
+        }
+
+
+class _Part:
+    """The single tokens of a step, or its chunks: planned wrappers, and where their tokens are in the flat batch."""
+
+    def __init__(self, wrappers: dict[AttentionOptions, Any], tokens: slice | torch.Tensor) -> None:
+        self.wrappers, self.tokens = wrappers, tokens
+
+
+class _FlashInferPlan:
+    """One step."""
+
+    def __init__(self, backend: FlashInferAttention, batch: Seq[ScheduledSequence]) -> None:
+        self._backend = backend
+        paged = lay_out(batch, backend.page_size)
+        # Everything the device needs in one copy.
+        parts = (
+            paged.page_indptr,
+            paged.page_ids,
+            paged.last_page_lengths,
+            paged.token_sequences,
+            paged.token_positions,
+        )
+        on_device = torch.split(to_device(torch.cat(parts), backend.device), [part.numel() for part in parts])
+        self._page_indptr, self._page_ids, self._last_page_lengths, self._sequences, self._positions = on_device
+        starts = paged.query_indptr.tolist()
+        steps = [index for index, entry in enumerate(batch) if entry.num_new_tokens == 1]
+        chunks = [index for index, entry in enumerate(batch) if entry.num_new_tokens > 1]
+        self._parts: list[_Part] = []
+        for indices in (steps, chunks):
+            if not indices:
+                continue
+            if len(indices) == len(batch):
+                of_part, page_ids = paged, self._page_ids
+            else:
+                of_part = lay_out([batch[index] for index in indices], backend.page_size)
+                page_ids = to_device(of_part.page_ids, backend.device)
+            wrappers = backend.chunk_wrappers if indices is chunks else backend.step_wrappers
+            tell = backend.plan_chunks if indices is chunks else backend.plan_steps
+            for options, wrapper in wrappers.items():
+                tell(wrapper, of_part, page_ids, options)
+            ranges = [range(starts[index], starts[index + 1]) for index in indices]
+            self._parts.append(_Part(wrappers, _tokens(ranges, backend.device)))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`."""
+        cache = self._backend.layers[layer]
+        self._backend.kernels.append_paged_kv_cache(
+            key.contiguous(),
+            value.contiguous(),
+            self._sequences,
+            self._positions,
+            cache,
+            self._page_ids,
+            self._page_indptr,
+            self._last_page_lengths,
+            kv_layout=LAYOUT,
+        )
+        query = query.contiguous()
+        if len(self._parts) == 1:
+            whole: torch.Tensor = self._parts[0].wrappers[options].run(query, cache)
+            return whole
+        output = torch.empty_like(query)
+        for part in self._parts:
+            output[part.tokens] = part.wrappers[options].run(query[part.tokens], cache)
+        return output
+
+
+def _tokens(ranges: list[range], device: torch.device) -> slice | torch.Tensor:
+    """Places in the flat batch; a slice if they are neighbours, as they are where single tokens come first."""
+    if all(before.stop == after.start for before, after in itertools.pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return to_device(torch.tensor([place for r in ranges for place in r]), device)
+
+
+class RecordedPlan:
+    """A plan for a fixed number of sequences with equally many new tokens; its kernels can be recorded in a CUDA graph.
+
+    What changes from step to step lies in tensors that stay where they are; `update` rewrites them.
+    """
+
+    def __init__(
+        self, backend: FlashInferAttention, num_sequences: int, tokens_each: int, page_ids: torch.Tensor
+    ) -> None:
+        """page_ids: int32 on the device, with room for the page tables of all sequences; plans may share it."""
+        self._backend, self._tokens_each, self._page_ids = backend, tokens_each, page_ids
+
+        def buffer(size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=backend.device)
+
+        self._query_indptr = buffer(num_sequences + 1)
+        self._page_indptr, self._last_page_lengths = buffer(num_sequences + 1), buffer(num_sequences)
+        self._positions = buffer(num_sequences * tokens_each)
+        every = torch.arange(num_sequences, dtype=torch.int32, device=backend.device)
+        self._sequences = every.repeat_interleave(tokens_each)
+        self._wrappers = {options: self._make_wrapper() for options in backend.options}
+
+    def _make_wrapper(self) -> Any:
+        if self._tokens_each == 1:
+            return self._backend.make_step_wrapper(
+                use_cuda_graph=True,
+                paged_kv_indptr_buffer=self._page_indptr,
+                paged_kv_indices_buffer=self._page_ids,
+                paged_kv_last_page_len_buffer=self._last_page_lengths,
+            )
+        return self._backend.make_chunk_wrapper(
+            use_cuda_graph=True,
+            qo_indptr_buf=self._query_indptr,
+            paged_kv_indptr_buf=self._page_indptr,
+            paged_kv_indices_buf=self._page_ids,
+            paged_kv_last_page_len_buf=self._last_page_lengths,
+        )
+
+    def update(self, batch: Seq[ScheduledSequence]) -> None:
+        """Lays out a step of just the sequences and tokens this plan is for."""
+        paged = lay_out(batch, self._backend.page_size)
+        self._positions.copy_(to_device(paged.token_positions, self._backend.device))
+        page_ids = to_device(paged.page_ids, self._backend.device)
+        for options, wrapper in self._wrappers.items():
+            if self._tokens_each == 1:
+                self._backend.plan_steps(wrapper, paged, page_ids, options)
+            else:
+                self._backend.plan_chunks(wrapper, paged, page_ids, options)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `AttentionPlan.attend`."""
+        cache = self._backend.layers[layer]
+        self._backend.kernels.append_paged_kv_cache(
+            key.contiguous(),
+            value.contiguous(),
+            self._sequences,
+            self._positions,
+            cache,
+            self._page_ids,
+            self._page_indptr,
+            self._last_page_lengths,
+            kv_layout=LAYOUT,
+        )
+        output: torch.Tensor = self._wrappers[options].run(query.contiguous(), cache)
+        return output

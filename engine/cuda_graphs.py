@@ -1,0 +1,165 @@
+"""Steps recorded as CUDA graphs: one launch in place of some hundreds.
+
+A graph is for a fixed number of tokens. Two kinds are recorded: decode steps by number of sequences, and, for prompts
+that are longer than the token budget, the chunk that takes the whole budget.
+
+A decode batch is padded to the next recorded size with copies of its shortest sequence: they write what that sequence
+writes anyway, so no page is needed for them.
+
+Measured on an H200, Llama 3 8B: launching a step takes 22 ms. A decode step of one sequence takes 7.5 ms recorded and
+22.8 ms otherwise; chunks of 2,048 tokens or more are computed for longer than they take to launch.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.attention.flashinfer import FlashInferAttention, RecordedPlan
+from engine.device import to_device
+from engine.loader import PLAN_KEYWORD
+from engine.sequence import ScheduledSequence, Sequence, num_pages_for
+
+log = logging.getLogger(__name__)
+
+LARGEST_CHUNK = 1024
+"""Chunks of more tokens keep a GPU busy for longer than it takes to launch them."""
+WARM_UPS = 2
+"""Runs before recording, in which libraries choose kernels and allocate what they keep."""
+
+
+@dataclass(frozen=True)
+class GraphSizes:
+    """What is recorded."""
+
+    decode: tuple[int, ...] = ()
+    """Numbers of sequences."""
+    chunk: int = 0
+    """Tokens of a chunk that does not end its prompt; 0: none."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decode", tuple(sorted(set(self.decode))))
+
+    def decode_size_for(self, num_sequences: int) -> int | None:
+        """The recorded size that a batch is padded to; None if it is larger than all."""
+        return next((size for size in self.decode if size >= num_sequences), None)
+
+
+def graph_sizes(wanted: Seq[int], most_decoded: int, token_budget: int) -> GraphSizes:
+    """What a worker records: of the wanted sizes those that occur, its largest batch, and its chunk if that is small.
+
+    most_decoded: sequences it generates tokens for at once; token_budget: prompt tokens per step; 0 for none.
+    """
+    if not wanted:
+        return GraphSizes()
+    decode = [size for size in wanted if size < most_decoded]
+    if most_decoded and max(wanted) > most_decoded:
+        decode.append(most_decoded)
+    return GraphSizes(tuple(decode), token_budget if 1 < token_budget <= LARGEST_CHUNK else 0)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    graph: torch.cuda.CUDAGraph
+    plan: RecordedPlan
+    token_ids: torch.Tensor
+    """[1, tokens]"""
+    positions: torch.Tensor
+    """[1, tokens]"""
+    logits: torch.Tensor | None
+    """[tokens, vocab_size] float32 of a decode step; the next replay overwrites it."""
+
+
+class StepGraphs:
+    """The recorded steps of a model."""
+
+    def __init__(self, model: Any, backend: FlashInferAttention, sizes: GraphSizes, max_model_len: int) -> None:
+        """Records all sizes. Raises RuntimeError if the model's forward can't be recorded."""
+        self._model, self._backend, self._sizes = model, backend, sizes
+        most = max([*sizes.decode, 1])
+        self._page_ids = torch.zeros(
+            most * num_pages_for(max_model_len, backend.page_size), dtype=torch.int32, device=backend.device
+        )
+        self._pool: Any = None
+        started = time.monotonic()
+        # Largest first: the smaller ones find room in what it allocated.
+        self._chunk = self._record(1, sizes.chunk) if sizes.chunk else None
+        self._decode = {size: self._record(size, 1) for size in reversed(sizes.decode)}
+        log.info(
+            "steps recorded",
+            extra={
+                "decode": ",".join(map(str, sizes.decode)),
+                "chunk": sizes.chunk,
+                "seconds": round(time.monotonic() - started, 1),
+            },
+        )
+
+    def decode(self, batch: Seq[ScheduledSequence]) -> torch.Tensor | None:
+        """Logits [len(batch), vocab_size] of a batch of single tokens, valid until the next call; None if it is none,
+        or has more sequences than were recorded."""
+        size = self._sizes.decode_size_for(len(batch))
+        if size is None or any(entry.num_new_tokens != 1 or not entry.is_sampled for entry in batch):
+            return None
+        shortest = min(batch, key=lambda entry: entry.sequence.num_computed_tokens)
+        recording = self._decode[size]
+        self._replay(recording, [*batch, *[shortest] * (size - len(batch))])
+        assert recording.logits is not None
+        return recording.logits[: len(batch)]
+
+    def chunk(self, batch: Seq[ScheduledSequence]) -> bool:
+        """Computes a batch of one chunk that was recorded. False if it is none."""
+        if self._chunk is None or len(batch) != 1:
+            return False
+        [entry] = batch
+        if entry.num_new_tokens != self._sizes.chunk or entry.is_sampled:
+            return False
+        self._replay(self._chunk, batch)
+        return True
+
+    def _replay(self, recording: _Recording, batch: Seq[ScheduledSequence]) -> None:
+        recording.plan.update(batch)
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for entry in batch:
+            start = entry.sequence.num_computed_tokens
+            token_ids += entry.sequence.token_ids[start : start + entry.num_new_tokens]
+            positions += range(start, start + entry.num_new_tokens)
+        both = to_device(torch.tensor([token_ids, positions]), self._backend.device)
+        recording.token_ids.copy_(both[:1])
+        recording.positions.copy_(both[1:])
+        recording.graph.replay()
+
+    def _record(self, num_sequences: int, tokens_each: int) -> _Recording:
+        device = self._backend.device
+        plan = RecordedPlan(self._backend, num_sequences, tokens_each, self._page_ids)
+        # They write to page 0, which nobody has yet.
+        table = [0] * num_pages_for(tokens_each, self._backend.page_size)
+        dummy = Sequence("recording", [0] * tokens_each, tokens_each, page_table=table)
+        plan.update([ScheduledSequence(dummy, tokens_each)] * num_sequences)
+        token_ids = torch.zeros((1, num_sequences * tokens_each), dtype=torch.int64, device=device)
+        positions = torch.zeros_like(token_ids)
+        inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, PLAN_KEYWORD: plan}
+
+        def forward() -> torch.Tensor | None:
+            if tokens_each > 1:
+                self._model.base_model(**inputs)
+                return None
+            logits: torch.Tensor = self._model(**inputs).logits[0].float()
+            return logits
+
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                forward()
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = forward()
+        self._pool = self._pool or graph.pool()
+        return _Recording(graph, plan, token_ids, positions, logits)
