@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check clean
+.PHONY: setup demo test test-k8s soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check clean
 
 setup: $(VENV)/.ready
 
@@ -26,6 +26,9 @@ test: setup
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak -s
+
+test-k8s: setup
+	$(BIN)/python -m pytest tests/k8s -m "long or not long" -s
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/faults -m "long or not long" -s

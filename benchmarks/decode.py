@@ -57,7 +57,7 @@ def main(
     num_threads = set_threads(threads)
     folder = resolve_model(model)
     rates = MachineRates(matrix_rate(resolve_dtype(dtype)), read_rate())
-    loaded = load_model(EngineConfig(model=str(folder), dtype=dtype))
+    loaded = load_model(EngineConfig(model=str(folder), dtype=dtype, device="cpu"))
     cache = KvCache(max(BATCHES) * num_pages_for(max(CONTEXTS), page_size), page_size, loaded.kv_shape, loaded.dtype)
     runner, bounds, tokenizer = ModelRunner(loaded, cache), Bounds(loaded, rates), Tokenizer(folder)
     console.print(

@@ -42,7 +42,7 @@ def main(
     torch_dtype = resolve_dtype(dtype)
     rates = MachineRates(matrix_rate(torch_dtype), read_rate())
     both = {str(t).removeprefix("torch."): matrix_rate(t) for t in (torch.float32, torch.bfloat16)}
-    loaded = load_model(EngineConfig(model=str(folder), dtype=dtype))
+    loaded = load_model(EngineConfig(model=str(folder), dtype=dtype, device="cpu"))
     num_pages = max(BATCHES) * num_pages_for(max(CONTEXTS), page_size)
     cache = KvCache(num_pages, page_size, loaded.kv_shape, loaded.dtype)
     runner = ModelRunner(loaded, cache)

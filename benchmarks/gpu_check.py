@@ -270,17 +270,17 @@ def _check_tokens(device: torch.device, rng: random.Random, report: Report) -> N
     }
     errors = {name: float((logits - oracle).norm() / oracle.norm()) for name, logits in runs.items()}
     best = oracle.topk(2, dim=-1).values
-    for name, logits in runs.items():
-        # What rounding to bf16 moves in this model, by plain torch, is what others may move too.
-        is_clear = (best[..., 0] - best[..., 1]) > 2 * (logits - oracle).abs().amax(dim=-1)
+    # What rounding to bf16 moves in this model, by plain torch, is what others may move too.
+    noise = (runs["torch"] - oracle).abs().amax(dim=-1)
+    for name in ("flashinfer", "graphs"):
+        logits = runs[name]
+        is_clear = (best[..., 0] - best[..., 1]) > 3 * noise
         equal = logits.argmax(-1) == oracle.argmax(-1)
         wrong = int((is_clear & ~equal).sum())
-        report.check(
-            f"tokens of a model in bf16, {name}",
-            wrong == 0 and errors[name] < 1.2 * errors["torch"],
-            f"error to fp32 {errors[name]:.3f}, {int(equal.sum())} of {equal.numel()} tokens equal, {wrong} of the "
-            f"{int(is_clear.sum())} differ where the lead is clear",
-        )
+        told = f"error to fp32 {errors[name]:.3f} ({errors['torch']:.3f} by plain torch), {int(equal.sum())} of "
+        told += f"{equal.numel()} tokens equal, {wrong} of {int(is_clear.sum())} with a clear lead differ"
+        ok = wrong == 0 and errors[name] < 1.2 * errors["torch"]
+        report.check(f"tokens of a model in bf16, {name}", ok, told)
     moved = float((runs["graphs"] - runs["flashinfer"]).abs().max())
     report.check("CUDA graphs on and off", moved < 1e-2, f"logits differ by {moved:.1e} at most")
 
@@ -298,7 +298,9 @@ def _greedy(
     each = num_pages_for(max(map(len, prompts)) + num_steps, page_size)
     cache = KvCache(each * len(prompts), page_size, loaded.kv_shape, loaded.dtype, device)
     backend = TorchPagedAttention(cache) if name == "torch" else None
-    runner = ModelRunner(loaded, cache, backend, GraphSizes((4, 16), CHUNK) if name == "graphs" else None)
+    wants_graphs = name == "graphs"
+    runner = ModelRunner(loaded, cache, backend, GraphSizes((4, 16), CHUNK) if wants_graphs else None)
+    assert runner.has_graphs == wants_graphs
     sequences = [
         Sequence(str(n), list(prompt), len(prompt), page_table=list(range(n * each, (n + 1) * each)))
         for n, prompt in enumerate(prompts)

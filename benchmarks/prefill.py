@@ -38,7 +38,7 @@ class Bench:
 
     def __init__(self, model: str, dtype: DTypeName, threads: int | None) -> None:
         self.threads = set_threads(threads)
-        self.loaded = load_model(EngineConfig(model=str(resolve_model(model)), dtype=dtype))
+        self.loaded = load_model(EngineConfig(model=str(resolve_model(model)), dtype=dtype, device="cpu"))
         self.num_pages = 2 * num_pages_for(max(WORK_TOKENS.values()), PAGE_SIZE)
         cache = KvCache(self.num_pages, PAGE_SIZE, self.loaded.kv_shape, self.loaded.dtype)
         self.runner = ModelRunner(self.loaded, cache)

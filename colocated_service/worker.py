@@ -116,17 +116,19 @@ class ColocatedWorker(EngineLoop):
     def _run_and_deliver(self, step: ColocatedStep) -> None:
         if not step.batch:
             return
-        started = time.monotonic()
+        started, is_over = time.monotonic(), True
         for entry in step.answers:
             self._by_sequence[entry.sequence.sequence_id].stamps.reach(worker_pb2.STAGE_DECODE_STARTED)
         for entry in step.prompts:
             self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
         try:
             logits = self._runner.run(step.batch)
+            is_over = logits.is_written is None or logits.logits is not None  # tokens were waited for
             self._deliver(step, logits)
             self._failed_steps = 0
         except Exception as error:
             log.exception("a step failed")
+            self._runner.settle()  # what was launched may still write to pages that are freed now
             for entry in step.batch:
                 failed = self._by_sequence.get(entry.sequence.sequence_id)
                 if failed is not None:
@@ -137,9 +139,7 @@ class ColocatedWorker(EngineLoop):
                 self._parts.sessions.flush()
                 raise
         seconds = time.monotonic() - started
-        if 2 * step.num_prompt_tokens >= self._token_budget:
-            # A step with a short prompt says little: most of its time goes to answers, or to reading weights.
-            self._rate.add(step.num_prompt_tokens, seconds)
+        self._rate.add(step.num_prompt_tokens, seconds, is_over, self._token_budget // 2)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_prompt_tokens)
 
@@ -316,6 +316,7 @@ class ColocatedWorker(EngineLoop):
             hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
+        self._parts.metrics.tokens_per_second.set(load.tokens_per_second)
         self._parts.metrics.expected_growth_pages.set(load.promised_pages)
         self._parts.metrics.set_refusals(prompts.refusals)
         self._parts.metrics.prompt_restarts.set(prompts.num_restarts)

@@ -129,6 +129,7 @@ class DecodeWorker(EngineLoop):
             self._failed_steps = 0
         except Exception as error:
             log.exception("a decode step failed")
+            self._runner.settle()  # what was launched may still write to pages that are freed now
             for entry in step.batch:
                 failed = self._by_sequence.get(entry.sequence.sequence_id)
                 if failed is not None:

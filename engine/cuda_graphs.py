@@ -50,7 +50,7 @@ class GraphSizes:
         return next((size for size in self.decode if size >= num_sequences), None)
 
 
-def graph_sizes(wanted: Seq[int], most_decoded: int, token_budget: int) -> GraphSizes:
+def graph_sizes(wanted: Seq[int], most_decoded: int, token_budget: int, max_model_len: int) -> GraphSizes:
     """What a worker records: of the wanted sizes those that occur, its largest batch, and its chunk if that is small.
 
     most_decoded: sequences it generates tokens for at once; token_budget: prompt tokens per step; 0 for none.
@@ -58,9 +58,11 @@ def graph_sizes(wanted: Seq[int], most_decoded: int, token_budget: int) -> Graph
     if not wanted:
         return GraphSizes()
     decode = [size for size in wanted if size < most_decoded]
-    if most_decoded and max(wanted) > most_decoded:
+    if most_decoded and max(wanted) >= most_decoded:
         decode.append(most_decoded)
-    return GraphSizes(tuple(decode), token_budget if 1 < token_budget <= LARGEST_CHUNK else 0)
+    # A chunk that does not end its prompt is shorter than the longest sequence.
+    occurs = 1 < token_budget <= LARGEST_CHUNK and token_budget < max_model_len
+    return GraphSizes(tuple(decode), token_budget if occurs else 0)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import logging
 
 import torch
 
+from engine.attention.choice import choose_attention
+from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.kv_cache import KvCache, page_bytes
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 UNSEEN_BYTES = 1 << 30
 """What torch's allocator does not know of: CUDA's context, loaded kernels, the transport."""
 GRAPH_BYTES = 40 << 20
-"""Of each recorded size: FlashInfer's plan, and what is left of the activations when sizes share them."""
+"""Of each recorded size beside its logits: FlashInfer's plan, and what sizes do not share of the activations."""
 
 
 def pages_that_fit(loaded: LoadedModel, config: EngineConfig, num_tokens: int, num_sequences: int) -> int:
@@ -32,11 +34,15 @@ def pages_that_fit(loaded: LoadedModel, config: EngineConfig, num_tokens: int, n
     _, total = torch.cuda.mem_get_info(device)
     weights = torch.cuda.memory_allocated(device)
     activations = _measure_step(loaded, config, num_tokens, num_sequences)
-    graphs = len(config.cuda_graph_sizes) * GRAPH_BYTES * len(loaded.attention_options)
+    graphs = sum(
+        GRAPH_BYTES * len(loaded.attention_options) + size * loaded.vocab_size * torch.float32.itemsize
+        for size in config.cuda_graph_sizes
+        if size <= num_sequences
+    )
     budget = int(total * config.memory_fraction)
     left = budget - weights - activations - graphs - UNSEEN_BYTES
     free, _ = torch.cuda.mem_get_info(device)
-    left = min(left, free - activations - graphs)
+    left = min(left, free - activations - graphs - UNSEEN_BYTES)
     per_page = page_bytes(loaded.kv_shape, config.page_size, loaded.dtype)
     log.info(
         "memory measured",
@@ -50,7 +56,8 @@ def pages_that_fit(loaded: LoadedModel, config: EngineConfig, num_tokens: int, n
     if left < per_page:
         raise ModelLoadError(
             f"--memory-fraction {config.memory_fraction:g} of {total / 1e9:.1f} GB leaves no room for pages: weights "
-            f"take {weights / 1e9:.1f} GB, the largest step {activations / 1e9:.1f} GB; {free / 1e9:.1f} GB are free"
+            f"take {weights / 1e9:.1f} GB, the largest step {activations / 1e9:.1f} GB; {free / 1e9:.1f} GB are free. "
+            "Fewer sequences (--max-num-sequences) or shorter ones (--max-model-len) need less"
         )
     return left // per_page
 
@@ -71,12 +78,16 @@ def _measure_step(loaded: LoadedModel, config: EngineConfig, num_tokens: int, nu
     torch.cuda.reset_peak_memory_stats(loaded.device)
     cache = KvCache(num_pages, config.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
     cache_bytes = torch.cuda.memory_allocated(loaded.device) - before
-    runner = ModelRunner(loaded, cache)
+    backend = choose_attention(loaded, cache, config.attention)
+    runner = ModelRunner(loaded, cache, backend)
     logits = runner.run(batch).logits
     assert logits is not None  # every sequence is computed to its end
     sample(logits, [entry.sequence for entry in batch])
     torch.cuda.synchronize(loaded.device)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before - cache_bytes
-    del logits, runner, cache
+    if isinstance(backend, TorchPagedAttention):
+        # It gathers what a step's sequences have before them, which these had nothing of.
+        peak += backend.most_gathered_bytes(num_sequences * loaded.max_model_len)
+    del logits, runner, backend, cache
     torch.cuda.empty_cache()
     return peak

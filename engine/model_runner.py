@@ -62,6 +62,10 @@ class StepRunner(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Waits until nothing that was launched runs: after a step that failed, before its pages are freed."""
+        ...
+
 
 class ModelRunner:
     """Runs a `transformers` model over a paged KV cache."""
@@ -99,7 +103,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None = None) -> StepLogits:
         """See `StepRunner.run`. Pages for all new tokens must be in the page tables."""
-        is_plain = on_layer_group is None and not any(e.sequence.sampling.prompt_logprobs for e in batch)
+        is_plain = on_layer_group is None and not any(map(_wants_prompt_logits, batch))
         if self._graphs is not None and is_plain:
             logits = self._graphs.decode(batch)
             if logits is not None:
@@ -107,6 +111,16 @@ class ModelRunner:
             if self._graphs.chunk(batch):
                 return StepLogits([], None, is_written=self._launched())
         return self._run_forward(batch, on_layer_group)
+
+    def settle(self) -> None:
+        """See `StepRunner.settle`. Raises RuntimeError if the device is broken."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps were recorded."""
+        return self._graphs is not None
 
     def _run_forward(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None) -> StepLogits:
         token_ids: list[int] = []
@@ -118,7 +132,7 @@ class ModelRunner:
         for entry in batch:
             start = entry.sequence.num_computed_tokens
             end = start + entry.num_new_tokens
-            if entry.sequence.sampling.prompt_logprobs and start < entry.sequence.num_prompt_tokens:
+            if _wants_prompt_logits(entry):
                 prompts.append(entry)
                 prompt_rows += range(len(token_ids), len(token_ids) + entry.num_new_tokens)
             token_ids += entry.sequence.token_ids[start:end]
@@ -153,6 +167,11 @@ class ModelRunner:
             self._last_step.wait()
         self._last_step = launched
         return launched.is_done
+
+
+def _wants_prompt_logits(entry: ScheduledSequence) -> bool:
+    sequence = entry.sequence
+    return sequence.sampling.prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
 
 
 class _GroupedPlan:

@@ -33,7 +33,9 @@ from protos import inference_pb2
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
 
-START_SECONDS = 300.0
+START_SECONDS = 1800.0
+"""Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at
+once."""
 ROUTER_STOP_SECONDS = 5.0
 STOP_SECONDS = 20.0
 """Most time for workers without a router: nobody wants anything of them any more."""

@@ -164,16 +164,18 @@ class PrefillWorker(EngineLoop):
     def _run_and_deliver(self, step: PrefillStep) -> None:
         if not step.batch:
             return
-        started = time.monotonic()
+        started, is_over = time.monotonic(), True
         for entry in step.batch:
             self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
         try:
             logits = self._runner.run(step.batch, self._layer_group_sender(step))
             self._is_written = logits.is_written
+            is_over = logits.is_written is None or logits.logits is not None  # tokens were waited for
             self._deliver(step, logits)
             self._failed_steps = 0
         except Exception as error:
             log.exception("a prefill step failed")
+            self._runner.settle()  # what was launched may still write to pages that are freed now
             for entry in step.batch:
                 request = self._by_sequence.get(entry.sequence.sequence_id)
                 if request is not None:
@@ -184,9 +186,7 @@ class PrefillWorker(EngineLoop):
                 self._parts.sessions.flush()
                 raise
         seconds = time.monotonic() - started
-        if 2 * step.num_tokens >= self._token_budget:
-            # A step with a short prompt says little: most of its time goes to reading weights.
-            self._rate.add(step.num_tokens, seconds)
+        self._rate.add(step.num_tokens, seconds, is_over, self._token_budget // 2)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_tokens)
 
@@ -199,7 +199,7 @@ class PrefillWorker(EngineLoop):
             self._hit_tokens += sequence.num_cached_tokens
             self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
             if not request.is_lease_over:  # if it is, the end of this chunk tells; the step is planned already
-                self._send_pages(request, sequence.num_cached_tokens // self._parts.page_size)
+                self._post_pages(request, sequence.num_cached_tokens // self._parts.page_size)
 
     def _layer_group_sender(self, step: PrefillStep) -> OnLayerGroup | None:
         """Sends the last pages of prompts that end with this step layer by layer, but for the last layers, which go
@@ -394,7 +394,10 @@ class PrefillWorker(EngineLoop):
     def _send_pages(self, request: _Request, num_finished_pages: int, first_token: int | None = None) -> None:
         if request.is_lease_over:
             self._fail(request, grpc.StatusCode.DEADLINE_EXCEEDED, "the page ticket's lease ended", retryable=False)
-            return
+        else:
+            self._post_pages(request, num_finished_pages, first_token)
+
+    def _post_pages(self, request: _Request, num_finished_pages: int, first_token: int | None = None) -> None:
         write = request.ticket.next_write(num_finished_pages, first_token)
         if write is None:
             return
@@ -622,6 +625,7 @@ class PrefillWorker(EngineLoop):
             hit_rate=self._hit_tokens / self._prompt_tokens if self._prompt_tokens else 0.0,
         )
         self._parts.metrics.queued_seconds.set(load.queued_seconds)
+        self._parts.metrics.tokens_per_second.set(load.tokens_per_second)
         self._parts.metrics.set_refusals(scheduler.refusals)
         self._parts.metrics.prompt_restarts.set(scheduler.num_restarts)
         self._reporter.report(load)

@@ -10,8 +10,16 @@ from typing import Literal
 
 from protos import worker_pb2
 from router.config import RouterConfig
-from router.metrics import RouterMetrics
-from router.policy import Pair, can_serve, choose_pair, model_hashes, seconds_to_first_token, uncached_tokens
+from router.metrics import RouterMetrics, WaitsFor
+from router.policy import (
+    Pair,
+    can_serve,
+    choose_pair,
+    decode_room,
+    model_hashes,
+    seconds_to_first_token,
+    uncached_tokens,
+)
 from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
@@ -158,6 +166,8 @@ class Dispatcher:
     def _bind_waiting(self) -> None:
         """Binds requests in the queue's order, until one has to wait for room."""
         pairs = self._ready_pairs()
+        waits_for: WaitsFor = "workers"
+        waiting_tokens = self._queue.num_tokens
         for request in self._queue.in_order():
             fitting = [pair for pair in pairs if can_serve(request, pair)]
             if not fitting:
@@ -167,6 +177,10 @@ class Dispatcher:
             request.unservable_since = None
             pair = choose_pair(request, fitting, self._config.routing)
             if pair is None:
+                # Whatever the first one waits for, those behind it wait for too; but for prefill only as many as decode
+                # has room for: with more prefill workers the others would wait all the same.
+                room = decode_room(fitting)
+                waits_for, waiting_tokens = ("prefill", room) if room else ("decode", self._queue.num_tokens)
                 break
             self._queue.remove(request)
             try:
@@ -175,6 +189,8 @@ class Dispatcher:
                 # A defect of ours must cost this request, not the session of a worker whose event brought us here.
                 log.exception("binding failed", extra={"request_id": request.checked.request_id})
                 self._finish(request, Internal(f"an unexpected error in the router: {error}"))
+        # Those that were bound just now wait no more.
+        self._metrics.set_queue(waits_for, min(waiting_tokens, self._queue.num_tokens))
         self._metrics.set_requests(queued=self.num_queued, running=self.num_running)
 
     def _await_workers(self, request: Request) -> None:

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from typing import Literal
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from rpc.metrics import SECONDS_BUCKETS
+
+WaitsFor = Literal["prefill", "decode", "workers"]
+"""What the queue waits for: a prefill worker with little to do, a decode worker with room, or any pair at all."""
+
+
+STATUSES = (
+    "OK",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "RESOURCE_EXHAUSTED",
+    "UNAVAILABLE",
+)
+"""How requests end; series of all are there from the start, so that rates have no gap before the first."""
 
 
 class RouterMetrics:
@@ -16,9 +35,13 @@ class RouterMetrics:
         self.ended = Counter(
             "kvferry_requests_total", "Ended requests by gRPC status", ["status"], registry=self.registry
         )
+        for status in STATUSES:
+            self.ended.labels(status)
         self.retries = Counter(
             "kvferry_request_retries_total", "Further attempts by cause", ["cause"], registry=self.registry
         )
+        for cause in ("preempted", "draining", "leg_failed", "prefill_lost", "decode_lost"):
+            self.retries.labels(cause)
         self.prompt_tokens = Counter(
             "kvferry_prompt_tokens_total", "Tokens of accepted prompts", registry=self.registry
         )
@@ -33,6 +56,25 @@ class RouterMetrics:
             "kvferry_slow_readers_total", "Requests ended because their client read too slowly", registry=self.registry
         )
         self.ready_pairs = Gauge("kvferry_ready_pairs", "Pairs that can move pages", registry=self.registry)
+
+        self._queued_token_seconds = Counter(
+            "kvferry_queued_token_seconds_total",
+            "Prompt tokens in the queue times the time they were there, by what they waited for; its rate is the mean "
+            "number of tokens that wait",
+            ["waits_for"],
+            registry=self.registry,
+        )
+        for waits_for in ("prefill", "decode", "workers"):
+            self._queued_token_seconds.labels(waits_for)
+        self._queue_told_at = time.monotonic()
+        self._queue: tuple[WaitsFor, int] = ("workers", 0)
+
+    def set_queue(self, waits_for: WaitsFor, num_tokens: int) -> None:
+        """So many prompt tokens in the queue wait for that from now on."""
+        now = time.monotonic()
+        before, tokens = self._queue
+        self._queued_token_seconds.labels(before).inc(tokens * (now - self._queue_told_at))
+        self._queue_told_at, self._queue = now, (waits_for, num_tokens)
 
     def set_requests(self, queued: int, running: int) -> None:
         """Sets the number of requests per state."""

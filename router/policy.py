@@ -52,6 +52,17 @@ def filter_pairs(request: Request, pairs: Seq[Pair]) -> list[Pair]:
     return [(p, d) for p, d in pairs if _has_little_work_before(p, request) and not d.is_full]
 
 
+def decode_room(pairs: Iterable[Pair]) -> int:
+    """Tokens that decode workers have pages for, beside what they promised; 0 if all have refused one lately."""
+    room = 0
+    for decode in {id(decode): decode for _, decode in pairs}.values():
+        assert decode.info is not None
+        if not decode.is_full:
+            pages = decode.load.free_pages + decode.load.cached_pages - decode.load.promised_pages
+            room += max(1, pages) * decode.info.limits.page_size
+    return room
+
+
 def score(request: Request, pairs: Iterable[Pair]) -> list[tuple[tuple[float, float], Pair]]:
     """Lower is better: prompt tokens to compute before the first token, then the share of pages taken at decode.
 

@@ -23,6 +23,9 @@ class ScriptedRunner:
         self.layer_groups = 1
         self.on_group = lambda group: None
 
+    def settle(self):
+        pass
+
     def run(self, batch, on_layer_group=None):
         for group in range(self.layer_groups if on_layer_group else 0):
             self.on_group(group)

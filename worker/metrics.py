@@ -15,7 +15,7 @@ PAGE_OWNERS = ("free", "held", "cached", "pinned", "quarantined")
 class WorkerMetrics:
     """A worker's metrics, in a registry of their own."""
 
-    def __init__(self, tier: str, pool: PagePool) -> None:
+    def __init__(self, tier: str, pool: PagePool, page_size: int = 1) -> None:
         self.registry = CollectorRegistry()
         labels = ["tier"]
 
@@ -40,6 +40,12 @@ class WorkerMetrics:
         )
         self.queued_seconds = Gauge(
             "kvferry_queued_seconds", "Prompt work that waits, at the measured rate", labels, registry=self.registry
+        ).labels(tier)
+        self.tokens_per_second = Gauge(
+            "kvferry_prompt_tokens_per_second",
+            "Prompt tokens per second while it computes, as measured; 0 until it was",
+            labels,
+            registry=self.registry,
         ).labels(tier)
         self._refusals = Gauge(
             "kvferry_admission_refusals",
@@ -87,6 +93,7 @@ class WorkerMetrics:
         )
         for owner in PAGE_OWNERS:
             pages.labels(tier, owner).set_function(lambda owner=owner: getattr(pool.counts(), owner))  # type: ignore[misc]
+        Gauge("kvferry_page_tokens", "Tokens in a KV page", labels, registry=self.registry).labels(tier).set(page_size)
         Gauge("kvferry_pages_total", "KV pages of the pool", labels, registry=self.registry).labels(tier).set(
             pool.num_pages
         )

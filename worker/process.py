@@ -145,7 +145,7 @@ async def _serve(
     )
     transfers = TransferThread(transport, inbox.put, functools.partial(_use_device, device))
     pool = PagePool(kv_cache.num_pages)
-    metrics = WorkerMetrics(tier_name, pool)
+    metrics = WorkerMetrics(tier_name, pool, kv_cache.page_size)
     loop = asyncio.get_running_loop()
     sessions = Sessions(loop, inbox)
     parts = WorkerParts(
@@ -303,7 +303,7 @@ def _make_runner(
     kv_cache: KvCache,
 ) -> ModelRunner:
     most_decoded = 0 if tier == worker_pb2.TIER_PREFILL else config.max_num_sequences
-    sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, limits.token_budget)
+    sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, limits.token_budget, loaded.max_model_len)
     return ModelRunner(loaded, kv_cache, choose_attention(loaded, kv_cache, config.engine.attention), sizes)
 
 

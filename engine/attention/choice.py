@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_attention(loaded: LoadedModel, kv_cache: KvCache, name: AttentionName = "auto") -> AttentionBackend:
-    """The backend called `name`; "auto" is the fastest one that can run here.
+    """The backend called `name`; "auto" is the fastest one that can run here. No page of the cache must be in use.
 
     Raises ModelLoadError if the one asked for can't run.
     """
@@ -27,7 +27,13 @@ def choose_attention(loaded: LoadedModel, kv_cache: KvCache, name: AttentionName
         return native_attention(kv_cache, loaded.num_query_heads) or TorchPagedAttention(kv_cache)
     reason = flashinfer.why_not(kv_cache)
     if reason is None:
-        return flashinfer.FlashInferAttention(kv_cache, loaded.num_query_heads, loaded.attention_options)
+        try:
+            backend = flashinfer.FlashInferAttention(kv_cache, loaded.num_query_heads, loaded.attention_options)
+            # Now, and not in the middle of serving: building takes minutes the first time.
+            backend.warm_up()
+            return backend
+        except Exception as error:
+            reason = f"its kernels can't be built or run here: {error}"
     if name == "flashinfer":
         raise ModelLoadError(f"--attention flashinfer: {reason}")
     log.warning("attention in plain torch, which is slow on a GPU", extra={"reason": f"FlashInfer: {reason}"})

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from engine.attention.base import AttentionOptions, AttentionPlan
-from engine.device import to_device
+from engine.device import Launched, to_device
 from engine.kv_cache import KvCache
-from engine.sequence import ScheduledSequence, num_pages_for
+from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
 WORKSPACE_BYTES = 256 << 20
 """For partial results of long sequences that several blocks of threads share. One for all wrappers: they run one after
@@ -60,6 +60,8 @@ def lay_out(batch: Seq[ScheduledSequence], page_size: int) -> PagedBatch:
         start = entry.sequence.num_computed_tokens
         end = start + entry.num_new_tokens
         num_pages = num_pages_for(end, page_size)
+        # Kernels check nothing: with a table too short they would write into others' pages.
+        assert len(entry.sequence.page_table) >= num_pages, f"{entry.sequence.sequence_id} lacks pages"
         page_ids += entry.sequence.page_table[:num_pages]
         query_indptr.append(query_indptr[-1] + entry.num_new_tokens)
         page_indptr.append(page_indptr[-1] + num_pages)
@@ -112,6 +114,7 @@ class FlashInferAttention:
         self.layers = [(kv_cache.tensor[:, n, 0], kv_cache.tensor[:, n, 1]) for n in range(shape.num_layers)]
         """Keys and values of each layer: [num_pages, num_kv_heads, page_size, head_dim]."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._planned: Launched | None = None
         self.chunk_wrappers = {asked: self.make_chunk_wrapper() for asked in self.options}
         self.step_wrappers = {asked: self.make_step_wrapper() for asked in self.options}
         """For steps outside CUDA graphs."""
@@ -132,6 +135,7 @@ class FlashInferAttention:
 
     def plan_steps(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
         """Tells a wrapper for single tokens what comes. page_ids: those of `paged` on the device."""
+        self._await_last_plan()
         wrapper.plan(
             paged.page_indptr,
             page_ids,
@@ -145,6 +149,7 @@ class FlashInferAttention:
 
     def plan_chunks(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
         """Tells a wrapper for chunks what comes. page_ids: those of `paged` on the device."""
+        self._await_last_plan()
         wrapper.plan(
             paged.query_indptr,
             paged.page_indptr,
@@ -157,6 +162,34 @@ class FlashInferAttention:
             causal=True,
             **self._plan_options(options),
         )
+
+    def _await_last_plan(self) -> None:
+        """A wrapper copies its plan to the device from memory of the host that its next plan overwrites."""
+        if self._planned is not None:
+            self._planned.wait()
+            self._planned = None
+
+    def all_planned(self) -> None:
+        """To be called once a step is planned, before it is launched."""
+        if self.device.type == "cuda":
+            self._planned = Launched()
+
+    def warm_up(self) -> None:
+        """Builds all kernels that steps of this model use, and runs them: a chunk, and a single token.
+
+        Raises whatever FlashInfer does if it can't build or run them here. Writes to page 0: nobody must have it yet.
+        """
+        shapes = ((self._num_query_heads, self._head_dim), (self._num_kv_heads, self._head_dim))
+        for num_tokens in (2, 1):
+            table = [0] * num_pages_for(num_tokens, self.page_size)
+            plan = self.plan(
+                [ScheduledSequence(Sequence("warm-up", [0] * num_tokens, 1, page_table=table), num_tokens)]
+            )
+            query, key = (torch.zeros((num_tokens, *shape), dtype=self._dtype, device=self.device) for shape in shapes)
+            for options in self.options:
+                plan.attend(0, query, key, key, options)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _plan_options(self, options: AttentionOptions) -> dict[str, Any]:
         return {
@@ -210,6 +243,7 @@ class _FlashInferPlan:
                 tell(wrapper, of_part, page_ids, options)
             ranges = [range(starts[index], starts[index + 1]) for index in indices]
             self._parts.append(_Part(wrappers, _tokens(ranges, backend.device)))
+        backend.all_planned()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -292,6 +326,7 @@ class RecordedPlan:
                 self._backend.plan_steps(wrapper, paged, page_ids, options)
             else:
                 self._backend.plan_chunks(wrapper, paged, page_ids, options)
+        self._backend.all_planned()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions

@@ -73,6 +73,12 @@ class TorchPagedAttention:
             first += entry.num_new_tokens
         return TorchPagedPlan(self, placed)
 
+    def most_gathered_bytes(self, num_tokens: int) -> int:
+        """What the gather buffer may grow to for single-token steps over so many tokens in all."""
+        return (
+            3 * num_tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        )  # K and V, and a half for growth
+
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         """The rows of a layer, in a buffer that the next call overwrites. Returns [len(rows), page_size * head_dim]."""
         width = self.page_size * self.head_dim

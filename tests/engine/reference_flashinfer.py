@@ -56,6 +56,8 @@ def append_paged_kv_cache(
 
 
 class _Wrapper:
+    plans = runs = 0
+
     def _planned(self, query_lengths, indptr, indices, last_page_len, heads, page_size, options):
         assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
         # Told from host memory, or FlashInfer would wait for the device to read them.
@@ -66,6 +68,8 @@ class _Wrapper:
 
     def run(self, query, paged_kv_cache):
         fits(type(self).real.run, None, query, paged_kv_cache)
+        self.runs += 1
+        self._read_buffers()
         keys, values = paged_kv_cache
         num_query_heads, num_kv_heads, head_dim = self.heads
         assert query.shape == (sum(self.query_lengths), num_query_heads, head_dim) and query.is_contiguous()
@@ -100,7 +104,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         fits(REAL_STEPS.__init__, None, *arguments, **options)
         assert arguments[1] == "HND"
         self.buffers = options
-        self.plans = 0
+
+    def _read_buffers(self):
+        """Kernels that were recorded know nothing but these."""
+        if self.buffers.get("use_cuda_graph"):
+            self.indptr = self.buffers["paged_kv_indptr_buffer"].tolist()
+            self.indices = self.buffers["paged_kv_indices_buffer"].tolist()
+            self.last_page_len = self.buffers["paged_kv_last_page_len_buffer"].tolist()
 
     def plan(self, indptr, indices, last_page_len, num_query_heads, num_kv_heads, head_dim, page_size, **options):
         heads = (num_query_heads, num_kv_heads, head_dim)
@@ -121,7 +131,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         fits(REAL_CHUNKS.__init__, None, *arguments, **options)
         assert arguments[1] == "HND"
         self.buffers = options
-        self.plans = 0
+
+    def _read_buffers(self):
+        if self.buffers.get("use_cuda_graph"):
+            self.query_lengths = self.buffers["qo_indptr_buf"].diff().tolist()
+            self.indptr = self.buffers["paged_kv_indptr_buf"].tolist()
+            self.indices = self.buffers["paged_kv_indices_buf"].tolist()
+            self.last_page_len = self.buffers["paged_kv_last_page_len_buf"].tolist()
 
     def plan(self, query_indptr, indptr, indices, last_page_len, *heads_and_page_size, causal, **options):
         fits_plan(

@@ -88,6 +88,40 @@ def test_what_is_planned_means_what_plain_torch_computes(kind, options):
         step.check(step.backend.plan(step.batch))
 
 
+def test_what_is_warmed_up_is_what_steps_use():
+    step = Step(random.Random(3), [(5, 1)], OPTIONS["layers in turn"], page_size=1)
+    backend = flashinfer.FlashInferAttention(step.cache, 6, OPTIONS["layers in turn"], reference_flashinfer)
+    backend.warm_up()
+    wrappers = [*backend.chunk_wrappers.values(), *backend.step_wrappers.values()]
+    assert [(wrapper.plans, wrapper.runs) for wrapper in wrappers] == [(1, 1)] * 4
+
+
+def test_pages_that_are_missing_are_noticed_before_a_kernel_runs():
+    sequence = Sequence("short", [0] * 9, 9, page_table=[0, 1])
+    with pytest.raises(AssertionError, match="short lacks pages"):
+        flashinfer.lay_out([ScheduledSequence(sequence, 9)], 4)
+
+
+def test_a_plan_waits_until_the_last_one_is_on_the_device(monkeypatch):
+    """FlashInfer copies plans from memory of the host that its next plan overwrites."""
+    log = []
+
+    class Launched:
+        def __init__(self):
+            log.append("planned")
+
+        def wait(self):
+            log.append("waited")
+
+    monkeypatch.setattr(flashinfer, "Launched", Launched)
+    step = Step(random.Random(3), [(5, 1), (2, 3)], (PLAIN,))
+    step.backend.device = torch.device("cuda")
+    monkeypatch.setattr(flashinfer, "to_device", lambda values, device: values)
+    for _ in range(2):
+        step.backend.plan(step.batch)
+    assert log == ["planned", "waited", "planned"]
+
+
 def test_heads_need_not_be_grouped():
     step = Step(random.Random(3), [(5, 1), (0, 4), (3, 1)], (PLAIN,), group=1)
     step.check(step.backend.plan(step.batch))
@@ -141,12 +175,14 @@ def test_a_batch_is_padded_to_the_next_recorded_size():
         (2, 0, GraphSizes((1, 2), 0)),
         (0, 512, GraphSizes((), 512)),  # prefill
         (0, 4096, GraphSizes((), 0)),  # computed for longer than it takes to launch
+        (0, 600, GraphSizes((), 0)),  # no sequence is as long
+        (256, 0, GraphSizes((1, 2, 256), 0)),
         (64, 512, GraphSizes((1, 2, 64), 512)),  # colocated
     ],
 )
 def test_a_worker_records_what_occurs(most_decoded, token_budget, expected):
-    assert graph_sizes((1, 2, 256), most_decoded, token_budget) == expected
-    assert graph_sizes((), most_decoded, token_budget) == GraphSizes()
+    assert graph_sizes((1, 2, 256), most_decoded, token_budget, 600) == expected
+    assert graph_sizes((), most_decoded, token_budget, 600) == GraphSizes()
 
 
 def test_a_machine_without_a_gpu_says_so_when_it_is_asked_for(tiny_model):

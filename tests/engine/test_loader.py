@@ -13,7 +13,7 @@ from tests.tiny_models import make_tiny_model, set_config_value
 
 
 def load(folder, **options):
-    return loader.load_model(EngineConfig(model=str(folder), dtype="float32", **options))
+    return loader.load_model(EngineConfig(model=str(folder), device="cpu", dtype="float32", **options))
 
 
 def test_shape_and_limits_are_read_from_the_model(tiny_model):

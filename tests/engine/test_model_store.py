@@ -37,7 +37,7 @@ def test_the_default_model_is_prepared_and_loads_fast(real_model):
     names = {path.name for path in real_model.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "kvferry.json"} <= names
     assert not any(path.name.startswith(f".{DEFAULT_MODEL}-") for path in real_model.parent.iterdir())
-    loaded = load_model(EngineConfig(model=str(real_model)))
+    loaded = load_model(EngineConfig(model=str(real_model), device="cpu"))
     assert (loaded.kv_shape.num_layers, loaded.kv_shape.num_kv_heads, loaded.kv_shape.head_dim) == (30, 3, 64)
 
 

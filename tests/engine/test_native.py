@@ -105,10 +105,10 @@ def test_sizes_the_kernel_has_no_room_for_stay_in_torch():
 
 @pytest.mark.parametrize(("family", "replaced"), [("llama", 5), ("qwen3", 9), ("gemma2", 0)])
 def test_norms_are_replaced_only_where_the_numbers_are_the_same(family, replaced, tiny_model, monkeypatch):
-    loaded = load_model(EngineConfig(model=str(tiny_model(family)), dtype="bfloat16"))
+    loaded = load_model(EngineConfig(model=str(tiny_model(family)), device="cpu", dtype="bfloat16"))
     assert sum(isinstance(m, rms_norm.NativeRmsNorm) for m in loaded.model.modules()) == replaced
     monkeypatch.setattr("engine.loader.replace_rms_norms", lambda model: 0)
-    plain = load_model(EngineConfig(model=str(tiny_model(family)), dtype="bfloat16"))
+    plain = load_model(EngineConfig(model=str(tiny_model(family)), device="cpu", dtype="bfloat16"))
     logits = []
     for model in (loaded, plain):
         sequence = Sequence("s", list(range(2, 42)), 40, page_table=list(range(5)))
@@ -123,7 +123,7 @@ def test_without_a_compiler_the_engine_still_runs(compiler, tiny_model, monkeypa
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     library.load_kernels.cache_clear()
     try:
-        loaded = load_model(EngineConfig(model=str(tiny_model("llama")), dtype="bfloat16"))
+        loaded = load_model(EngineConfig(model=str(tiny_model("llama")), device="cpu", dtype="bfloat16"))
         runner = ModelRunner(loaded, KvCache(5, 8, loaded.kv_shape, loaded.dtype))
         assert isinstance(runner.backend, TorchPagedAttention)
         assert "can't be used, decode steps run in plain torch" in caplog.text

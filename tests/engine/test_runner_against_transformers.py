@@ -22,7 +22,7 @@ class Rig:
     """A runner with a small pool."""
 
     def __init__(self, folder, num_pages=200):
-        self.loaded = load_model(EngineConfig(model=str(folder), dtype="float32"))
+        self.loaded = load_model(EngineConfig(model=str(folder), device="cpu", dtype="float32"))
         self.cache = KvCache(num_pages, PAGE_SIZE, self.loaded.kv_shape, self.loaded.dtype)
         self.runner = ModelRunner(self.loaded, self.cache)
         self.pool = PagePool(num_pages)
@@ -100,7 +100,7 @@ def test_stale_values_in_padding_and_reused_pages_do_not_leak(tiny_model):
 def test_bf16_packed_layers_stay_near_plain_ones(tiny_model):
     """The packed layout changes speed, not numbers: same weights, bf16 rounding at most."""
     folder = tiny_model("llama")
-    loaded = load_model(EngineConfig(model=str(folder), dtype="bfloat16"))
+    loaded = load_model(EngineConfig(model=str(folder), device="cpu", dtype="bfloat16"))
     cache = KvCache(20, PAGE_SIZE, loaded.kv_shape, loaded.dtype)
     prompt = make_prompt(40)
     sequence = Sequence("s", prompt, len(prompt), page_table=list(range(5)))

@@ -12,6 +12,7 @@ import pytest
 
 from kv_transfer import transfer_thread
 from kv_transfer.base import Notification, PageRegion, WriteState
+from kv_transfer.errors import PeerLost
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transfer_thread import (
@@ -111,14 +112,22 @@ def test_a_write_fails_with_the_one_it_comes_after():
     writer.thread.connect(owner.transport.endpoint())
     writer.next_event()
     written = threading.Event()
+    writer.memory[:] = 5
     first = replace(make_write(owner, tag="first"), is_written=written.is_set)
     writer.thread.write(first)
-    writer.thread.write(replace(make_write(owner, tag="last"), after=(first,)))
-    hub.remove(owner.name)
+    writer.thread.write(replace(make_write(owner, pages=(4,), tag="last"), after=(first,)))
+    post = writer.transport.write
+
+    def fail_once(*arguments):
+        writer.transport.write = post
+        raise PeerLost("on purpose")
+
+    writer.transport.write = fail_once
     written.set()
     events = [writer.next_event() for _ in range(4)]
     assert [(e.write.tag, e.ok) for e in events if isinstance(e, WriteEnded)] == [("first", False), ("last", False)]
     assert isinstance(events[-1], PeerDisconnected)  # nothing keeps the broken connection
+    assert not owner.memory.any()
     for worker in made:
         worker.thread.stop()
 

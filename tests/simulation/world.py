@@ -106,6 +106,9 @@ class SimRunner:
     def __init__(self, process: SimWorker) -> None:
         self._process = process
 
+    def settle(self):
+        pass
+
     def run(self, batch, on_layer_group=None):
         memory = self._process.memory
         for entry in batch:
