@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-k8s soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check clean
+.PHONY: setup demo test test-k8s soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -69,6 +69,15 @@ bench-routing: setup
 # With .venv if there is one, else with whatever $(PYTHON) has; without a GPU it says so and ends well.
 gpu-check:
 	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
+
+# Needs docker, kind and kubectl. Leaves the cluster there: `kind delete cluster --name kvferry`.
+kind-demo:
+	docker build --target cpu -t kvferry:cpu .
+	kind get clusters | grep -qx kvferry || kind create cluster --name kvferry
+	kind load docker-image kvferry:cpu --name kvferry
+	kubectl --context kind-kvferry apply -k k8s/overlays/cpu-demo
+	kubectl --context kind-kvferry -n kvferry rollout status deployment/kvferry-router --timeout=15m
+	@echo "now: kubectl --context kind-kvferry -n kvferry port-forward service/kvferry 8000:8000"
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.chat

@@ -13,6 +13,7 @@ from protos import worker_pb2
 from rpc.config import ConfigError
 from rpc.process import run_process
 from rpc.server import PortInUse
+from rpc.tls import tls_files
 from worker.parts import WorkerParts
 from worker.process import run_worker
 
@@ -23,7 +24,7 @@ def serve(config: DecodeConfig) -> int:
     """Runs the worker until it is told to stop."""
 
     def build_loop(parts: WorkerParts) -> DecodeWorker:
-        closer = TicketCloser(parts.loop, parts.inbox)
+        closer = TicketCloser(parts.loop, parts.inbox, tls_files(config.process))
         return DecodeWorker(parts, parts.runner, closer, config)
 
     return run_worker(config, worker_pb2.TIER_DECODE, worker_pb2.WorkerLimits(), build_loop, [])

@@ -20,6 +20,7 @@ import grpc
 
 from protos import kv_pb2, kv_pb2_grpc
 from rpc.channel import open_channel
+from rpc.tls import TlsFiles
 from worker.inbox import Inbox, WriterGone
 
 log = logging.getLogger(__name__)
@@ -46,8 +47,8 @@ class Writer:
 class TicketCloser:
     """Runs on the event loop; tells the engine thread through its inbox."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
-        self._loop, self._inbox = loop, inbox
+    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox, tls: TlsFiles | None = None) -> None:
+        self._loop, self._inbox, self._tls = loop, inbox, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -139,7 +140,7 @@ class TicketCloser:
     def _stub(self, writer: Writer) -> kv_pb2_grpc.PageTicketServiceAsyncStub:
         channel = self._channels.get(writer.address)
         if channel is None:
-            channel = self._channels[writer.address] = open_channel(writer.address)
+            channel = self._channels[writer.address] = open_channel(writer.address, self._tls)
         stub: kv_pb2_grpc.PageTicketServiceAsyncStub = kv_pb2_grpc.PageTicketServiceStub(channel)
         return stub
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import tyro
 from rich.console import Console
@@ -27,6 +27,9 @@ from router.config import RouterConfig
 from rpc.process import run_process
 from worker.config import WorkerConfig
 
+if TYPE_CHECKING:
+    from kvferry.client import Client
+
 Worker = TypeVar("Worker", bound=WorkerConfig)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -42,6 +45,10 @@ class GenerateCommand:
     """The prompt; "-" reads standard input."""
     address: str = DEFAULT_ADDRESS
     """host:port of the router."""
+    tls_ca: Path | None = None
+    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
+    tls_name: str | None = None
+    """Name that the certificate has to be valid for. Unset: the host of the address."""
     chat: bool = True
     """Send it as a user's message through the model's chat template; --no-chat sends plain text."""
     max_tokens: int | None = 256
@@ -82,6 +89,10 @@ class ChatCommand:
 
     address: str = DEFAULT_ADDRESS
     """host:port of the router."""
+    tls_ca: Path | None = None
+    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
+    tls_name: str | None = None
+    """Name that the certificate has to be valid for. Unset: the host of the address."""
     system: str = ""
     """A system message to begin with."""
     max_tokens: int = 512
@@ -100,6 +111,10 @@ class StatusCommand:
 
     address: str = DEFAULT_ADDRESS
     """host:port of the router."""
+    tls_ca: Path | None = None
+    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
+    tls_name: str | None = None
+    """Name that the certificate has to be valid for. Unset: the host of the address."""
 
 
 @dataclass(frozen=True)
@@ -263,12 +278,19 @@ def _failed(error: Exception, address: str) -> int:
     return 1
 
 
+def _connect(command: GenerateCommand | ChatCommand | StatusCommand) -> Client:
+    from kvferry.client import Client, ClientTls
+
+    tls = ClientTls(ca=command.tls_ca, server_name=command.tls_name) if command.tls_ca is not None else None
+    return Client(command.address, tls)
+
+
 def _generate(command: GenerateCommand) -> int:
-    from kvferry.client import Client, KvferryError
+    from kvferry.client import KvferryError
 
     text = sys.stdin.read() if command.prompt == "-" else command.prompt
     try:
-        with Client(command.address) as client:
+        with _connect(command) as client:
             stream = client.generate(
                 [{"role": "user", "content": text}] if command.chat else text,
                 timeout=command.timeout,
@@ -292,8 +314,8 @@ def _generate(command: GenerateCommand) -> int:
                     print(piece.text, end="", flush=True)
                 print()
             results = stream.results()
-    except (KvferryError, ValueError) as error:
-        # ValueError: a number that the wire has no room for, such as a negative seed.
+    except (KvferryError, ValueError, OSError) as error:
+        # OSError: the CA's file. ValueError: a number that the wire has no room for, such as a negative seed.
         return _failed(error, command.address)
     except KeyboardInterrupt:
         return 130
@@ -309,10 +331,10 @@ def _generate(command: GenerateCommand) -> int:
 
 
 def _chat(command: ChatCommand) -> int:
-    from kvferry.client import Client, KvferryError
+    from kvferry.client import KvferryError
 
     messages = [{"role": "system", "content": command.system}] if command.system else []
-    with Client(command.address) as client:
+    with _connect(command) as client:
         while True:
             try:
                 said = input("you> ").strip()
@@ -344,12 +366,12 @@ def _chat(command: ChatCommand) -> int:
 
 
 def _status(command: StatusCommand) -> int:
-    from kvferry.client import Client, KvferryError
+    from kvferry.client import KvferryError
 
     try:
-        with Client(command.address) as client:
+        with _connect(command) as client:
             status = client.cluster_status()
-    except KvferryError as error:
+    except (KvferryError, OSError) as error:
         return _failed(error, command.address)
     table = Table(
         title=f"{status.ready_pairs} ready pairs, {status.queued_requests} queued, {status.running_requests} running"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -347,12 +348,41 @@ def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
         raise TypeError("a prompt is a string, a list of token ids, or a list of {'role': ..., 'content': ...}")
 
 
+@dataclass(frozen=True)
+class ClientTls:
+    """How a client speaks TLS with a router, or with a proxy before it."""
+
+    ca: Path | None = None
+    """PEM file of the CA that signed the router's certificate. None: those that this machine trusts."""
+    certificate: Path | None = None
+    """PEM file of the client's own certificate, for routers with `--tls-clients verified`."""
+    key: Path | None = None
+    """PEM file of its key."""
+    server_name: str | None = None
+    """Name that the router's certificate has to be valid for. None: the host of the address. Certificates of kvferry's
+    own processes are valid for the name kvferry."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Raises OSError if a file can't be read."""
+        files = (path.read_bytes() if path is not None else None for path in (self.ca, self.key, self.certificate))
+        return grpc.ssl_channel_credentials(*files)
+
+    def options(self) -> list[tuple[str, Any]]:
+        """Of the channel."""
+        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name is not None else []
+        return [*CLIENT_OPTIONS, *named]
+
+
 class Client:
     """A connection to a router."""
 
-    def __init__(self, address: str) -> None:
-        """address: host:port of the router."""
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        """address: host:port of the router. tls: None: in the clear."""
+        self._channel = (
+            grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, tls.credentials(), options=tls.options())
+        )
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = inference_pb2_grpc.AdminServiceStub(self._channel)
 
@@ -421,9 +451,13 @@ class Client:
 class AsyncClient:
     """A connection to a router, for asyncio."""
 
-    def __init__(self, address: str) -> None:
-        """address: host:port of the router."""
-        self._channel = grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        """address: host:port of the router. tls: None: in the clear."""
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+            if tls is None
+            else grpc.aio.secure_channel(address, tls.credentials(), options=tls.options())
+        )
         self._stub: inference_pb2_grpc.InferenceServiceAsyncStub = inference_pb2_grpc.InferenceServiceStub(
             self._channel
         )

@@ -22,6 +22,7 @@ from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
 from rpc.server import PortInUse, RpcServer
+from rpc.tls import tls_files
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,14 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     stop = asyncio.Event()
     install_stop_signals(stop)
     metrics = RouterMetrics()
-    server = RpcServer(config.process.host, config.process.port, [SERVICE_NAME, ADMIN_SERVICE_NAME])
+    server = RpcServer(
+        config.process.host,
+        config.process.port,
+        [SERVICE_NAME, ADMIN_SERVICE_NAME],
+        tls_files(config.process),
+        verify_clients=config.tls_clients == "verified",
+        health_port=config.process.health_port,
+    )
     dispatcher = Dispatcher(config, tokenizer.file_hash, metrics)
     generator = Generator(dispatcher, tokenizer, model_name, metrics)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -76,6 +84,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         "address": server.address,
         "http": f"http://{config.process.host}:{http.port}",
         "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
+        "health_port": server.health_port,
         "pid": os.getpid(),
         "model": model_name,
     }

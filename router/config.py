@@ -65,6 +65,8 @@ class RouterConfig:
     routing: Routing = "cache_aware"
     """Choice among workers with room: cache_aware, where the first token comes soonest and pages are known;
     round_robin, each in its turn, for comparison."""
+    tls_clients: Literal["any", "verified"] = "any"
+    """With --tls-folder, who may call this router: anybody, or only clients with a certificate of the same CA."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""

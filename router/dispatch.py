@@ -24,6 +24,7 @@ from router.request import MAX_FRUITLESS_ATTEMPTS, Request, RequestState
 from router.request_queue import RequestQueue
 from router.worker_pool import WorkerLink, WorkerPool
 from rpc.errors import Cancelled, Internal, RequestError, ResourceExhausted, Unavailable, error_for_code
+from rpc.tls import tls_files
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Dispatcher:
             self._on_lost,
             self._bind_waiting,
             config.worker_silence_seconds,
+            tls_files(config.process),
         )
         self._config, self._metrics = config, metrics
         self._queue = RequestQueue()

@@ -19,6 +19,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from router.config import DNS_PREFIX
 from router.validation import ClusterLimits
 from rpc.channel import open_channel
+from rpc.tls import TlsFiles
 
 if TYPE_CHECKING:
     from router.request import Request
@@ -125,8 +126,10 @@ class WorkerPool:
         on_lost: Callable[[WorkerLink], None],
         on_change: Callable[[], None],
         silence_seconds: float = 10.0,
+        tls: TlsFiles | None = None,
     ) -> None:
         """on_event: an event for requests; on_lost: a session broke; on_change: pairs or load changed."""
+        self._tls = tls
         self._router_id, self._tokenizer_hash = router_id, tokenizer_hash
         self._on_event, self._on_lost, self._on_change = on_event, on_lost, on_change
         self._silence_seconds = silence_seconds
@@ -276,7 +279,7 @@ class WorkerPool:
 
     async def _run_session(self, link: WorkerLink) -> None:
         """One session, from hello to its end."""
-        async with open_channel(link.address) as channel:
+        async with open_channel(link.address, self._tls) as channel:
             stub: worker_pb2_grpc.WorkerServiceAsyncStub = worker_pb2_grpc.WorkerServiceStub(channel)
             call = stub.Session(self._outgoing(link))
             link.last_seen = time.monotonic()

@@ -7,6 +7,8 @@ from typing import Any
 
 import grpc
 
+from rpc.tls import NAME_OPTION, TlsFiles
+
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million token ids is about 4 MB; this leaves room, and is documented."""
 
@@ -53,6 +55,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel to `host:port`. TLS comes with the Kubernetes work."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to a process of ours at `host:port`. tls: mutual TLS; raises ConfigError if its files can't be read."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, NAME_OPTION])

@@ -23,6 +23,11 @@ class ProcessConfig:
     """gRPC port; 0 picks a free one."""
     metrics_port: int = 0
     """HTTP port of /metrics; 0 picks a free one."""
+    tls_folder: Path | None = None
+    """Folder with tls.crt, tls.key and ca.crt: gRPC over TLS, mutual between kvferry's own processes. Certificates must
+    be valid for the name kvferry. Pages over UCX, metrics and the HTTP front are not encrypted by this."""
+    health_port: int | None = None
+    """A second gRPC port, never TLS, with nothing but the health service: for probes. Unset: none; 0: a free one."""
     ready_file: Path | None = None
     """Written as JSON (address, metrics address, pid) once the process is ready."""
     log_level: LogLevel = "info"
@@ -33,7 +38,8 @@ class ProcessConfig:
     """A pipe's read end; the process ends when the other end is closed. For `kvferry up`."""
 
     def __post_init__(self) -> None:
-        for name, port in (("--port", self.port), ("--metrics-port", self.metrics_port)):
+        ports = (("--port", self.port), ("--metrics-port", self.metrics_port), ("--health-port", self.health_port or 0))
+        for name, port in ports:
             if not 0 <= port <= 65535:
                 raise ValueError(f"{name} is {port}; it must be between 0 and 65535")
         self.cpu_set()

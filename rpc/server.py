@@ -10,6 +10,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rpc.channel import SERVER_OPTIONS
+from rpc.tls import TlsFiles
 
 LIVE_SERVICE = "live"
 """Health of the process itself: SERVING while it answers, whatever work it takes. For liveness probes."""
@@ -53,20 +54,35 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the package h
 class RpcServer:
     """A server whose health is NOT_SERVING until it is said to be ready."""
 
-    def __init__(self, host: str, port: int, service_names: Seq[str]) -> None:
-        """Raises PortInUse. service_names: full names, for health and reflection."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        service_names: Seq[str],
+        tls: TlsFiles | None = None,
+        verify_clients: bool = True,
+        health_port: int | None = None,
+    ) -> None:
+        """service_names: full names, for health and reflection.
+
+        verify_clients: with TLS, only those with a certificate of our CA may call. health_port: a port of its own for
+        the health service, without TLS; None: none.
+        Raises PortInUse, and ConfigError if TLS files can't be read.
+        """
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
         self._health = _Health()
         self._service_names = ["", *service_names]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection([*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server)
         self._host = host
-        try:
-            self.port = self.server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError as error:
-            raise PortInUse(f"--port {port} on {host} can't be listened on (in use?): {error}") from error
-        if self.port == 0:
-            raise PortInUse(f"--port {port} on {host} can't be listened on; is it in use?")
+        credentials = tls.server_credentials(verify_clients) if tls is not None else None
+        self.port = _listen(self.server, "--port", host, port, credentials)
+        self.health_port: int | None = None
+        self._health_server: grpc.aio.Server | None = None
+        if health_port is not None:
+            self._health_server = grpc.aio.server(options=SERVER_OPTIONS)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._health_server)
+            self.health_port = _listen(self._health_server, "--health-port", host, health_port, None)
 
     @property
     def address(self) -> str:
@@ -78,6 +94,8 @@ class RpcServer:
         await self.set_ready(False)
         await self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
+        if self._health_server is not None:
+            await self._health_server.start()
 
     async def set_ready(self, ready: bool) -> None:
         """Sets the health of all services."""
@@ -90,3 +108,21 @@ class RpcServer:
         await self._health.enter_graceful_shutdown()
         self._health.end()
         await self.server.stop(grace)
+        if self._health_server is not None:
+            await self._health_server.stop(0)
+
+
+def _listen(
+    server: grpc.aio.Server, flag: str, host: str, port: int, credentials: grpc.ServerCredentials | None
+) -> int:
+    """Returns the port. Raises PortInUse."""
+    address = f"{host}:{port}"
+    try:
+        found = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
+    except RuntimeError as error:
+        raise PortInUse(f"{flag} {port} on {host} can't be listened on (in use?): {error}") from error
+    if found == 0:
+        raise PortInUse(f"{flag} {port} on {host} can't be listened on; is it in use?")
+    return found

@@ -34,6 +34,7 @@ from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, write_ready_file
 from rpc.server import RpcServer
+from rpc.tls import tls_files
 from worker.config import WorkerConfig, default_worker_id, new_incarnation_id
 from worker.engine_loop import EngineLoop
 from worker.health import TRANSFERS, Health
@@ -121,7 +122,9 @@ async def _serve(
     stop = asyncio.Event()
     install_stop_signals(stop)
     tier_name = worker_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
-    server = RpcServer(config.process.host, config.process.port, ["kvferry.v1.WorkerService", *service_names])
+    names = ["kvferry.v1.WorkerService", *service_names]
+    tls, health_port = tls_files(config.process), config.process.health_port
+    server = RpcServer(config.process.host, config.process.port, names, tls, health_port=health_port)
     worker_id = config.worker_id or default_worker_id(server.port)
     incarnation_id = new_incarnation_id()
     agent_name = f"{worker_id}/{incarnation_id}"
@@ -221,6 +224,7 @@ async def _serve(
         {
             "address": server.address,
             "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
+            "health_port": server.health_port,
             "pid": os.getpid(),
             "worker_id": worker_id,
         },

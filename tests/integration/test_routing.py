@@ -177,7 +177,9 @@ async def test_two_generations_of_a_model_serve_side_by_side_and_only_equals_are
     """A rollout: workers with other weights come up beside the old ones, the old ones go, no request fails."""
     old, new = (make_tiny_model("llama", tmp_path / name) for name in ("old", "new"))
     change_weights(new)
-    with running_cluster(tmp_path / "logs", model=str(old), num_pages=200, token_budget=64) as cluster:
+    with running_cluster(
+        tmp_path / "logs", model=str(old), num_pages=200, token_budget=64, drain_seconds=60
+    ) as cluster:
         rng = random.Random(5)
         prompt = rng.choices(range(2, 258), k=40)
         by_old = cluster.greedy(prompt, 30).token_ids

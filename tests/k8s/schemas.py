@@ -10,6 +10,8 @@ import jsonschema
 import kubernetes_validate
 
 CRDS = {
+    ("cert-manager.io/v1", "Certificate"): "certificate_v1.json",
+    ("cert-manager.io/v1", "Issuer"): "issuer_v1.json",
     ("keda.sh/v1alpha1", "ScaledObject"): "scaledobject_v1alpha1.json",
     ("monitoring.coreos.com/v1", "PodMonitor"): "podmonitor_v1.json",
     ("monitoring.coreos.com/v1", "PrometheusRule"): "prometheusrule_v1.json",
