@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-k8s soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,13 @@ soak: setup
 
 test-k8s: setup
 	$(BIN)/python -m pytest tests/k8s -m "long or not long" -s
+
+# checkov has some hundred dependencies of its own, so it lives beside the rest.
+k8s-lint: setup
+	test -x .venv-checkov/bin/checkov || ($(PYTHON) -m venv .venv-checkov && .venv-checkov/bin/pip install --quiet "checkov==3.3.30")
+	rm -rf build/k8s && mkdir -p build/k8s
+	for overlay in $$(ls k8s/overlays); do $(BIN)/kubectl kustomize k8s/overlays/$$overlay > build/k8s/$$overlay.yaml; done
+	.venv-checkov/bin/checkov --config-file k8s/checkov.yaml --directory build/k8s
 
 chaos: setup
 	$(BIN)/python -m pytest tests/chaos tests/faults -m "long or not long" -s
@@ -83,4 +90,4 @@ bench-chat: setup
 	$(BIN)/python -m benchmarks.chat
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-checkov build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

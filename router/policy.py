@@ -53,11 +53,11 @@ def filter_pairs(request: Request, pairs: Seq[Pair]) -> list[Pair]:
 
 
 def decode_room(pairs: Iterable[Pair]) -> int:
-    """Tokens that decode workers have pages for, beside what they promised; 0 if all have refused one lately."""
+    """Tokens that decode workers have pages for, beside what they promised; 0 if none takes another sequence."""
     room = 0
     for decode in {id(decode): decode for _, decode in pairs}.values():
         assert decode.info is not None
-        if not decode.is_full:
+        if not decode.is_full and decode.load.num_sequences < decode.info.limits.max_num_sequences:
             pages = decode.load.free_pages + decode.load.cached_pages - decode.load.promised_pages
             room += max(1, pages) * decode.info.limits.page_size
     return room

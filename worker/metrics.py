@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.page_pool import PagePool
-from rpc.metrics import SECONDS_BUCKETS
+from rpc.metrics import STEP_BUCKETS
 
 PAGE_OWNERS = ("free", "held", "cached", "pinned", "quarantined")
 
@@ -15,7 +15,7 @@ PAGE_OWNERS = ("free", "held", "cached", "pinned", "quarantined")
 class WorkerMetrics:
     """A worker's metrics, in a registry of their own."""
 
-    def __init__(self, tier: str, pool: PagePool, page_size: int = 1) -> None:
+    def __init__(self, tier: str, pool: PagePool, page_size: int = 1, max_num_sequences: int = 1) -> None:
         self.registry = CollectorRegistry()
         labels = ["tier"]
 
@@ -23,7 +23,7 @@ class WorkerMetrics:
             return Counter(name, text, labels, registry=self.registry)
 
         self.step_seconds = Histogram(
-            "kvferry_step_seconds", "Time of one engine step", labels, buckets=SECONDS_BUCKETS, registry=self.registry
+            "kvferry_step_seconds", "Time of one engine step", labels, buckets=STEP_BUCKETS, registry=self.registry
         ).labels(tier)
         self.prompt_tokens = counter("kvferry_prompt_tokens_total", "Prompt tokens computed").labels(tier)
         self.cached_tokens = counter("kvferry_cached_tokens_total", "Prompt tokens found in the prefix cache").labels(
@@ -93,6 +93,9 @@ class WorkerMetrics:
         )
         for owner in PAGE_OWNERS:
             pages.labels(tier, owner).set_function(lambda owner=owner: getattr(pool.counts(), owner))  # type: ignore[misc]
+        Gauge("kvferry_max_sequences", "Most sequences at once", labels, registry=self.registry).labels(tier).set(
+            max_num_sequences
+        )
         Gauge("kvferry_page_tokens", "Tokens in a KV page", labels, registry=self.registry).labels(tier).set(page_size)
         Gauge("kvferry_pages_total", "KV pages of the pool", labels, registry=self.registry).labels(tier).set(
             pool.num_pages

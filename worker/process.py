@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -55,6 +56,7 @@ LAST_EVENTS_SECONDS = 0.5
 WATCH_SECONDS = 0.25
 MAX_FAILED_STEPS = 3
 """A worker whose steps fail so many times in a row ends itself."""
+CGROUP = Path("/sys/fs/cgroup")
 DEFAULT_SEQUENCES = 8
 """The default pool holds this many sequences of full length, memory permitting."""
 
@@ -148,7 +150,7 @@ async def _serve(
     )
     transfers = TransferThread(transport, inbox.put, functools.partial(_use_device, device))
     pool = PagePool(kv_cache.num_pages)
-    metrics = WorkerMetrics(tier_name, pool, kv_cache.page_size)
+    metrics = WorkerMetrics(tier_name, pool, kv_cache.page_size, config.max_num_sequences)
     loop = asyncio.get_running_loop()
     sessions = Sessions(loop, inbox)
     parts = WorkerParts(
@@ -357,4 +359,10 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    try:
+        # Of a container: what its limit leaves, whatever the machine has.
+        limit = int((CGROUP / "memory.max").read_text())
+        return min(free, limit - int((CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):
+        return free  # no limit ("max"), or no cgroup v2

@@ -74,7 +74,10 @@ def proxy(tmp_path_factory, tiny_model):
         made = Proxy(program, folder, cluster, routers)
         yield made
         made.process.send_signal(signal.SIGQUIT)
-        assert made.process.wait(10) == 0
+        try:
+            assert made.process.wait(10) == 0
+        finally:
+            made.process.kill()
 
 
 async def test_streams_pass_token_by_token(proxy):

@@ -352,11 +352,14 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ApiError(409, "AlreadyExists", f'{resource.plural} "{name}" already exists')
         else:
             old = self.store.get(resource.kind, namespace, name)
+        before = copy.deepcopy(old)
         new = self._patched(old, body)
         new |= {"apiVersion": resource.api_version, "kind": resource.kind}
         if namespace:
             new["metadata"]["namespace"] = namespace
             self.store.get("Namespace", "", namespace)
+        if resource.kind == "Job" and old is not None and new["spec"]["template"] != before["spec"]["template"]:
+            raise ApiError(422, "Invalid", f'Job "{name}" is invalid: spec.template: field is immutable')
         try:
             validate(_as_sent(new), VERSION)
         except (jsonschema.ValidationError, kubernetes_validate.ValidationError) as error:

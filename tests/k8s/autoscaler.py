@@ -25,12 +25,12 @@ class Autoscaler:
         self._wanted = deque()  # (time, what the metrics asked for)
         self._sizes = deque()  # (time, replicas set)
 
-    def decide(self, now, current, values):
+    def decide(self, now, current, ready, values):
         """Replicas from now on. values: by metric name; None where there is none yet.
 
-        Replicas as they are set count, running or not: an average over pods that stay Pending would ask for more.
+        For a target per pod, replicas as they are set count; for a target value, those that are ready.
         """
-        asked = [self._asked(metric, current, values.get(metric["metric"]["name"])) for metric in self._metrics]
+        asked = [self._asked(m, current, ready, values.get(m["metric"]["name"])) for m in self._metrics]
         known = [number for number in asked if number is not None]
         if not known:
             return current
@@ -40,7 +40,7 @@ class Autoscaler:
         self._wanted.append((now, wanted))
         return self._within_pace(now, current, self._stabilised(now, current))
 
-    def _asked(self, metric, current, value):
+    def _asked(self, metric, current, ready, value):
         if value is None:
             return None
         target = metric["target"]
@@ -49,7 +49,7 @@ class Autoscaler:
             ratio = value / (average * current)
             return current if abs(ratio - 1) <= TOLERANCE else math.ceil(value / average - 1e-9)
         ratio = value / parse(target["value"])
-        return current if abs(ratio - 1) <= TOLERANCE else math.ceil(current * ratio - 1e-9)
+        return current if abs(ratio - 1) <= TOLERANCE else math.ceil(ready * ratio - 1e-9)
 
     def _stabilised(self, now, current):
         """Up only as far as all recommendations of the window, down only as far as the highest of its window."""

@@ -104,9 +104,15 @@ class Pod:
             for container in self.spec.get("initContainers", []):
                 if self.is_ending.is_set():
                     return
-                code = self._spawn(container).wait()
-                self.exit_codes.append(code)
-                assert code == 0, f"init container of {self.name} ended with {code}: {self.log()[-2000:]}"
+                self.process = self._spawn(container)
+                while self.process.poll() is None and not self.is_ending.wait(TURN_SECONDS):
+                    pass
+                if self.is_ending.is_set():
+                    self.process.kill()  # nothing of it is worth waiting for
+                    self.process.wait()
+                    return
+                self.exit_codes.append(self.process.returncode)
+                assert self.process.returncode == 0, f"an init container of {self.name} failed: {self.log()[-2000:]}"
             [container] = self.spec["containers"]
             while not self.is_ending.is_set():
                 self._run(container)
@@ -165,11 +171,11 @@ class Pod:
             "OMP_NUM_THREADS": "1",
             **self.cluster.environment,
         }
-        log = (self.folder / f"{container['name']}-{self.restarts}.log").open("w")
-        return subprocess.Popen(
-            [program, *arguments[1:]], env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        with (self.folder / f"{container['name']}-{self.restarts}.log").open("w") as log:
+            return subprocess.Popen(
+                [program, *arguments[1:]], env=environment, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
 
     def _variables(self, container):
         """As the API says: maps first, then single variables, which may refer to those before them."""

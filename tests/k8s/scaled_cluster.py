@@ -10,12 +10,16 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from rpc.metrics import STEP_BUCKETS
+
 TURN = 0.5
 """Seconds of simulated time per turn."""
 PREFILL_RATE = 8000.0
 """Prompt tokens per second of a worker."""
 PAGE_TOKENS, DECODE_PAGES = 16, 12_500
-"""A decode worker holds 200,000 tokens."""
+"""A decode worker holds 200,000 tokens ..."""
+MAX_SEQUENCES = 256
+"""... of so many sequences at most."""
 FIRST_STEP, STEP_PER_SEQUENCE = 0.02, 0.0006
 """Seconds of a decode step, and what each sequence adds: 133 sequences make 0.1."""
 START_SECONDS = 45.0
@@ -23,6 +27,17 @@ START_SECONDS = 45.0
 WINDOW = 60.0
 """Of `rate()` in the recording rules."""
 TTFT_OBJECTIVE, ITL_OBJECTIVE = 3.0, 0.1
+
+
+def histogram_quantile(share, observed):
+    """As Prometheus guesses it from the buckets that we export; 0 without observations."""
+    rank, below, low = share * len(observed), 0, 0.0
+    for high in STEP_BUCKETS:
+        count = sum(low < value <= high for value in observed)
+        if count and below + count >= rank:
+            return low + (high - low) * (rank - below) / count
+        below, low = below + count, high
+    return 0.0
 
 
 @dataclass(eq=False)
@@ -94,21 +109,22 @@ class ScaledCluster:
             self.steps.popleft()
 
     def decode_room(self):
-        return sum(max(0, DECODE_PAGES * PAGE_TOKENS - w.tokens()) for w in self.running("decode"))
+        open_workers = [w for w in self.running("decode") if len(w.requests) < MAX_SEQUENCES]
+        return sum(max(0, DECODE_PAGES * PAGE_TOKENS - w.tokens()) for w in open_workers)
 
     def values(self):
         """What the recording rules say; the same formulas, which promtool compares on samples."""
-        prefill, decode = self.running("prefill"), self.running("decode")
+        prefill = self.running("prefill")
+        decode = [w for w in self.tiers["decode"] if w.ready_at <= self.now]  # those that drain are scraped too
         first, last = self.history[0], self.history[-1]
         seconds = max(last[0] - first[0], TURN)
         waiting = {cause: (last[2][cause] - first[2][cause]) / seconds for cause in self.waited}
         busy = (last[1] - first[1]) / seconds
         need = {"kvferry_prefill_workers_needed": busy + waiting["prefill"] / (30 * PREFILL_RATE)} if prefill else {}
         if decode:
-            taken = sum(w.tokens() for w in decode) / (DECODE_PAGES * PAGE_TOKENS)
+            taken = sum(max(w.tokens() / (DECODE_PAGES * PAGE_TOKENS), len(w.requests) / MAX_SEQUENCES) for w in decode)
             need["kvferry_decode_workers_needed"] = taken + waiting["decode"] / (DECODE_PAGES * PAGE_TOKENS)
-            slowest = sorted(step for _, step in self.steps)
-            need["kvferry_decode_itl_share"] = slowest[int(0.95 * (len(slowest) - 1))] / 0.1 if slowest else 0.0
+            need["kvferry_decode_itl_share"] = histogram_quantile(0.95, [step for _, step in self.steps]) / 0.1
         return need
 
     def attainment(self):
@@ -137,7 +153,8 @@ class ScaledCluster:
             head = self.queue[0]
             decode = [
                 w for w in self.running("decode")
-                if w.tokens() + head.prompt + head.answer <= DECODE_PAGES * PAGE_TOKENS
+                if len(w.requests) < MAX_SEQUENCES
+                and w.tokens() + head.prompt + head.answer <= DECODE_PAGES * PAGE_TOKENS
             ]  # fmt: skip
             prefill = [w for w in self.running("prefill") if not w.requests]
             if not decode:

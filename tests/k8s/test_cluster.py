@@ -246,8 +246,10 @@ def tiers_of(selector):
 
 
 def kinds(port):
-    value = port["port"]
-    return {value} if isinstance(value, str) else {kind_of_port(value)}
+    value, end = port["port"], port.get("endPort")
+    if end is not None:
+        return {"pages" if (value, end) == (7100, 7199) else f"ports {value} to {end}"}
+    return {value} if isinstance(value, str) else {{7000: "grpc"}.get(value, f"port {value}")}
 
 
 @pytest.mark.parametrize("tier", ["decode", "prefill"])

@@ -19,7 +19,7 @@ from tests.k8s.tools import COMPONENTS, K8S, OVERLAYS, kubectl
 VERSIONS = ("1.29", "1.34", "1.37")
 HANDOVER_SECONDS = 15
 """What a worker may need after its drain time; see `worker.process`."""
-ONLY_NEWER = {"model-image": "1.34"}
+ONLY_NEWER = {"model-image": "1.34"}  # with a gate; 1.35 without
 """Components with fields that older versions do not know."""
 IN_OVERLAYS = {"gpu", "rdma", "model-prepare", "model-claim"}
 """Components that overlays have; others are for users to add."""
@@ -35,7 +35,7 @@ _with_component = {}
 
 def with_component(component, folder):
     """The demo, or the GPU overlay for what needs one, with one more component, as a user would add it."""
-    overlay = "gpu" if component == "topology" else "cpu-demo"
+    overlay = "gpu" if component in ("topology", "network-policy") else "cpu-demo"
     up = "../" * (len(folder.parts) - 1)
     root = up + str(K8S).lstrip("/")
     text = {"resources": [f"{root}/overlays/{overlay}"], "namespace": "kvferry"}
@@ -270,7 +270,8 @@ def test_both_autoscalers_follow_the_same_rules():
         for metric, trigger in zip(h["metrics"], k["triggers"], strict=True):
             external = metric["external"]
             name = external["metric"]["name"].replace("kvferry_", "kvferry:", 1)
-            assert trigger["metadata"]["query"] == f"max({name})"
+            assert trigger["metadata"]["query"] == f'max({name}{{namespace="kvferry"}})'
+            assert trigger["metadata"]["ignoreNullValues"] == "false", "no data must not look like no load"
             target = external["target"]
             assert trigger["metricType"] == target["type"]
             assert float(trigger["metadata"]["threshold"]) == parse(target.get("averageValue") or target["value"])
@@ -284,4 +285,29 @@ def test_the_adapter_gives_the_names_that_the_autoscalers_ask_for():
     records = [r["record"] for group in rules["spec"]["groups"] for r in group["rules"] if "record" in r]
     given = {re.sub(pattern, template.replace("${1}", r"\1"), record) for record in records}
     hpas = yaml.safe_load_all((K8S / "components/autoscaling-hpa/hpa.yaml").read_text())
-    assert {m["external"]["metric"]["name"] for hpa in hpas for m in hpa["spec"]["metrics"]} == given
+    assert {m["external"]["metric"]["name"] for hpa in hpas for m in hpa["spec"]["metrics"]} <= given
+
+
+SHAPES = {
+    "SmolLM2 135M": (30, 3, 64),
+    "Qwen2.5 7B": (28, 4, 128),
+    "Llama 3.1 8B": (32, 8, 128),
+    "Qwen3 8B": (36, 8, 128),
+    "Mistral Nemo 12B": (40, 8, 128),
+}
+"""Layers, KV heads, head size."""
+
+
+def test_the_table_of_sizes_follows_its_formulas():
+    text = (K8S.parent / "docs" / "kubernetes.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    seen = {row[0]: row[1:] for row in rows if row[0] in SHAPES}
+    assert seen.keys() == SHAPES.keys()
+    for name, (layers, heads, size) in SHAPES.items():
+        per_token = layers * 2 * heads * size * 2
+        weights = float(seen[name][2].removesuffix(" GB")) * 1e9
+        pages = int((0.85 * 80e9 - weights - 3e9) / (16 * per_token))
+        assert seen[name][0] == f"{per_token:,}"
+        assert seen[name][1] == f"{16 * per_token / 1e6:.2f} MB"
+        assert seen[name][3] == f"{pages:,} ({pages * 16:,})"
+        assert seen[name][4] == f"{per_token * 8 * 10_000 / 1e9:.1f} Gbit/s"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.k8s.autoscaler import SYNC_SECONDS, Autoscaler
-from tests.k8s.scaled_cluster import DECODE_PAGES, PAGE_TOKENS, PREFILL_RATE, TURN, ScaledCluster
+from tests.k8s.scaled_cluster import DECODE_PAGES, PAGE_TOKENS, PREFILL_RATE, TURN, ScaledCluster, histogram_quantile
 from tests.k8s.tools import K8S, debian_program
 
 TIERS = ("prefill", "decode")
@@ -43,7 +43,8 @@ class Run:
             if scaled and turn % int(SYNC_SECONDS / TURN) == 0:
                 values = self.cluster.values()
                 for tier, scaler in scalers.items():
-                    self.cluster.wanted[tier] = scaler.decide(self.cluster.now, self.cluster.wanted[tier], values)
+                    wanted, ready = self.cluster.wanted[tier], len(self.cluster.running(tier))
+                    self.cluster.wanted[tier] = scaler.decide(self.cluster.now, wanted, ready, values)
             for tier in TIERS:
                 self.sizes[tier].append(self.cluster.wanted[tier])
 
@@ -151,6 +152,14 @@ def test_a_daily_wave_costs_less_than_a_fleet_for_its_peak():
         assert turns(scaled.sizes[tier]) <= 6  # in four hours
 
 
+def test_many_short_chats_fill_sequences_before_pages():
+    """Decode grows though its pages are nearly free; prefill does not grow for what waits because of that."""
+    run = Run(lambda minute: (14.0, 300, 400), minutes=60)
+    assert max(run.after("decode", 20)) >= 2
+    assert max(run.sizes["prefill"]) <= 2
+    assert run.cluster.attainment() > 0.85
+
+
 class TestRules:
     """The recorded series as Prometheus itself computes them."""
 
@@ -167,7 +176,7 @@ class TestRules:
     def test_they_are_well_formed(self, promtool, rules):
         done = subprocess.run([promtool, "check", "rules", rules], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "9 rules found" in done.stdout
+        assert "10 rules found" in done.stdout
 
     def check(self, promtool, rules, series, expected):
         """series: name with labels -> (at the start, per 15 s)."""
@@ -214,10 +223,18 @@ class TestRules:
             series[f'kvferry_pages{{{labels},owner="free"}}'] = (free, 0)
             series[f'kvferry_pages{{{labels},owner="cached"}}'] = (1000, 0)
             series[f"kvferry_expected_growth_pages{{{labels}}}"] = (500, 0)
-        taken = sum((DECODE_PAGES - free - 1000 + 500) / DECODE_PAGES for free in (5000, 10_000))
+            series[f'kvferry_sequences{{{labels},state="running"}}'] = (100, 0)
+            series[f'kvferry_sequences{{{labels},state="receiving"}}'] = (28, 0)
+            series[f"kvferry_max_sequences{{{labels}}}"] = (256, 0)
+            # 5 steps of up to 90 ms and 5 of up to 100 in 15 s
+            for le, count in (("0.08", 0), ("0.09", 5), ("0.1", 10), ("+Inf", 10)):
+                series[f'kvferry_step_seconds_bucket{{{labels},le="{le}"}}'] = (0, count)
+        # Of the first, 56 % of the pages and half of the sequences; of the second, 16 % and half.
+        taken = (DECODE_PAGES - 5000 - 1000 + 500) / DECODE_PAGES + 0.5
         expected = {
             "kvferry:prefill_workers_needed": 2 * 0.5 + 40_000 / (30 * PREFILL_RATE),
             "kvferry:decode_workers_needed": taken + 10_000 / (DECODE_PAGES * PAGE_TOKENS),
+            "kvferry:decode_itl_share": histogram_quantile(0.95, [0.085] * 5 + [0.095] * 5) / 0.1,
         }
         self.check(promtool, rules, series, expected)
 
@@ -228,4 +245,16 @@ class TestRules:
             f"kvferry_prompt_tokens_per_second{labels}": (0, 0),
             f"kvferry_pages_total{labels}": (1000, 0),
         }
-        self.check(promtool, rules, series, {"kvferry:prefill_workers_needed": 0})
+        labels = 'namespace="n",pod="d",tier="decode"'
+        series[f"kvferry_pages_total{{{labels}}}"] = (1000, 0)
+        series[f'kvferry_step_seconds_bucket{{{labels},le="+Inf"}}'] = (0, 0)
+        self.check(promtool, rules, series, {"kvferry:prefill_workers_needed": 0, "kvferry:decode_itl_share": 0})
+
+    def test_workers_that_have_not_measured_yet_do_not_make_others_look_slow(self, promtool, rules):
+        series = {'kvferry_queued_token_seconds_total{namespace="n",pod="r",waits_for="prefill"}': (0, 300_000 * 15)}
+        for pod, rate in (("p0", 33_000), ("p1", 0), ("p2", 0)):
+            labels = f'{{namespace="n",pod="{pod}",tier="prefill"}}'
+            series[f"kvferry_step_seconds_sum{labels}"] = (0, 0)
+            series[f"kvferry_prompt_tokens_per_second{labels}"] = (rate, 0)
+            series[f"kvferry_pages_total{labels}"] = (1000, 0)
+        self.check(promtool, rules, series, {"kvferry:prefill_workers_needed": 300_000 / (30 * 33_000)})
