@@ -63,12 +63,16 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Choice]:
     best = adjusted.max(dim=-1)
     usable &= torch.isfinite(best.values)
     tokens = best.indices
-    is_usable = usable.tolist()
-    chancy = [row for row, s in enumerate(sequences) if is_usable[row] and not s.sampling.is_greedy]
-    for rows in _slices(chancy, logits):
-        of_rows = adjusted if len(rows) == len(sequences) else adjusted[rows]
-        tokens[rows] = _Draw(of_rows, [sequences[row] for row in rows]).tokens()
-    chosen: list[int] = tokens.tolist()
+    if all(s.sampling.is_greedy for s in sequences):
+        # The one time that a device is waited for.
+        chosen, is_usable = torch.stack((tokens, usable.to(tokens.dtype))).tolist()
+    else:
+        is_usable = usable.tolist()
+        chancy = [row for row, s in enumerate(sequences) if is_usable[row] and not s.sampling.is_greedy]
+        for rows in _slices(chancy, logits):
+            of_rows = adjusted if len(rows) == len(sequences) else adjusted[rows]
+            tokens[rows] = _Draw(of_rows, [sequences[row] for row in rows]).tokens()
+        chosen = tokens.tolist()
     logprobs = _asked_logprobs(logits, sequences, chosen)
     return [
         Choice(token, logprobs.get(row)) if usable_row else Choice(None)
