@@ -194,10 +194,10 @@ class Pod:
 
     def _to_local(self, text, container):
         """A path below a volume's mount, in the volume's folder."""
-        for mount in container.get("volumeMounts", []):
-            place = mount["mountPath"]
-            text = re.sub(rf"(^|=){place}(?=/|$)", rf"\g<1>{self._volumes[mount['name']]}", text)
-        return text
+        folders = {mount["mountPath"]: self._volumes[mount["name"]] for mount in container.get("volumeMounts", [])}
+        # All at once: a folder may itself lie where another one is mounted.
+        places = "|".join(map(re.escape, sorted(folders, key=len, reverse=True)))
+        return re.sub(rf"(^|=)({places})(?=/|$)", lambda match: f"{match[1]}{folders[match[2]]}", text)
 
 
 def _expand(text, variables):
