@@ -229,7 +229,7 @@ def policy_flows():
         for side, peers in (("ingress", "from"), ("egress", "to")):
             for rule in policy["spec"].get(side, []):
                 for ours in tiers_of(policy["spec"]["podSelector"]):
-                    for peer in rule[peers]:
+                    for peer in rule.get(peers, []):
                         if "namespaceSelector" in peer or "kvferry.dev/client" in str(peer):
                             continue
                         for other in tiers_of(peer["podSelector"]):
