@@ -1,6 +1,6 @@
 """Deployments as processes: a controller and a kubelet over the in-memory API server.
 
-Each pod has an address of its own on loopback (127.77.0.x), so that its ports are its own. A container is its real
+Each pod has an address of its own on loopback (127.77.x.y, x by test process), so that its ports are its own. A container is its real
 command as a local process, with the variables, flags and folders that its manifest says. What differs from a node:
 paths below a volume's mount are replaced by the volume's folder, and `--host=0.0.0.0` by the pod's address.
 """
@@ -317,7 +317,7 @@ class Cluster:
         pod_name = f"{name}-{revision}-{random.randrange(16**5):05x}"
         metadata = {"name": pod_name, "namespace": self.namespace, "labels": template["metadata"]["labels"]}
         self.store.put({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
-        pod = Pod(self, name, pod_name, template, f"127.77.0.{next(self._addresses)}")
+        pod = Pod(self, name, pod_name, template, f"127.77.{os.getpid() % 250}.{next(self._addresses)}")
         pod.revision = revision
         self.pods.append(pod)
 
