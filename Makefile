@@ -28,7 +28,7 @@ soak: setup
 	$(BIN)/python -m pytest tests/soak -s
 
 test-k8s: setup
-	$(BIN)/python -m pytest tests/k8s -m "long or not long" -s
+	$(BIN)/python -m pytest tests/k8s -m "long or not long"
 
 # checkov has some hundred dependencies of its own, so it lives beside the rest.
 k8s-lint: setup

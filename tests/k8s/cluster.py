@@ -1,8 +1,9 @@
 """Deployments as processes: a controller and a kubelet over the in-memory API server.
 
-Each pod has an address of its own on loopback (127.77.x.y, x by test process), so that its ports are its own. A container is its real
-command as a local process, with the variables, flags and folders that its manifest says. What differs from a node:
-paths below a volume's mount are replaced by the volume's folder, and `--host=0.0.0.0` by the pod's address.
+Each pod has an address of its own on loopback (127.77.x.y, x by test process), so that its ports are its own. A
+container is its real command as a local process, with the variables, flags and folders that its manifest says. What
+differs from a node: paths below a volume's mount are replaced by the volume's folder, and `--host=0.0.0.0` by the pod's
+address.
 """
 
 from __future__ import annotations

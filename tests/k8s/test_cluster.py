@@ -1,7 +1,7 @@
 """The demo, applied by the real kubectl, with every pod as real processes: it serves, scales, rolls and ends.
 
 One cluster for all tests, in the order of its life. Clients ask all the time; no request may fail, whatever is done.
-`make test-k8s` runs it: about 8 minutes on 2 cores.
+`make test-k8s` runs it: about 2 minutes on 2 cores.
 """
 
 from __future__ import annotations
