@@ -12,6 +12,7 @@ import pytest
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router import dispatch, worker_pool
+from router.metrics import RouterMetrics
 from router.output_stream import Ended
 from router.request import MAX_FRUITLESS_ATTEMPTS, RequestState
 from rpc.errors import Internal, ResourceExhausted, Unavailable
@@ -823,3 +824,63 @@ async def test_stages_are_in_order_whatever_the_messages_way_took():
     assert timings.prefill_started_ms == 5
     assert timings.prefill_finished_ms == timings.decode_started_ms == 8
     assert (timings.finished_ms, timings.transfer_finished_ms) == (20, 0)
+
+
+class TestWhatTheQueueWaitsFor:
+    """Autoscalers grow a tier for what waits for it: prefill must not grow because decode is full."""
+
+    def waiting(self, rig):
+        """(what for, prompt tokens) as told last."""
+        rig.dispatcher._bind_waiting()
+        return rig.metrics._queue
+
+    async def test_for_prefill_while_it_has_a_step_of_work_and_decode_has_room(self):
+        rig = Rig()
+        rig.submit(num_tokens=70)
+        rig.submit(num_tokens=30)
+        assert self.waiting(rig) == ("prefill", 30)
+
+    async def test_for_decode_while_all_of_it_has_refused(self):
+        rig = Rig()
+        request = rig.submit(num_tokens=70)
+        rig.submit(num_tokens=30)
+        refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
+        rig.event(rig.decode[0], refused=refused)
+        assert self.waiting(rig) == ("decode", 100)
+
+    async def test_for_decode_that_takes_no_more_sequences_though_it_has_pages(self):
+        rig = Rig()
+        rig.submit(num_tokens=70)
+        rig.submit(num_tokens=30)
+        rig.decode[0].load.num_sequences = rig.decode[0].info.limits.max_num_sequences
+        assert self.waiting(rig) == ("decode", 30)
+
+    async def test_for_prefill_only_as_far_as_decode_has_pages(self):
+        rig = Rig()
+        rig.submit(num_tokens=70)
+        for _ in range(4):
+            rig.submit(num_tokens=30)
+        rig.decode[0].load.free_pages, rig.decode[0].load.promised_pages = 6, 2
+        assert self.waiting(rig) == ("prefill", 4 * 16)  # of 120 tokens
+
+    async def test_for_workers_while_there_is_no_pair(self):
+        rig = Rig()
+        rig.submit(num_tokens=70)
+        rig.submit(num_tokens=30)
+        rig.lose(rig.decode[0])
+        kind, _ = self.waiting(rig)
+        assert kind == "workers"
+
+    def test_tokens_count_for_as_long_as_they_wait(self, monkeypatch):
+        metrics = RouterMetrics()
+        now = metrics._queue_told_at
+        for seconds, queue in ((0, ("prefill", 100)), (2, ("decode", 50)), (5, ("prefill", 0))):
+            monkeypatch.setattr("router.metrics.time.monotonic", lambda seconds=seconds: now + seconds)
+            metrics.set_queue(*queue)
+        values = {
+            sample.labels["waits_for"]: sample.value
+            for family in metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == "kvferry_queued_token_seconds_total"
+        }
+        assert values == {"prefill": 200.0, "decode": 150.0, "workers": 0.0}
