@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -27,8 +27,11 @@ test: setup
 soak: setup
 	$(BIN)/python -m pytest tests/soak -s
 
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
 test-k8s: setup
-	$(BIN)/python -m pytest tests/k8s -m "long or not long"
+	$(BIN)/python -m pytest tests/k8s -m ""
 
 # checkov has some hundred dependencies of its own, so it lives beside the rest.
 k8s-lint: setup
@@ -38,7 +41,7 @@ k8s-lint: setup
 	.venv-checkov/bin/checkov --config-file k8s/checkov.yaml --directory build/k8s
 
 chaos: setup
-	$(BIN)/python -m pytest tests/chaos tests/faults -m "long or not long" -s
+	$(BIN)/python -m pytest tests/chaos tests/faults -m "" -s
 
 check: setup
 	$(BIN)/ruff format --check .

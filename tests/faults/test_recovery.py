@@ -140,6 +140,7 @@ async def drain(cluster, process):
     return cluster.metrics("router").get("kvferry_request_retries_total,draining", 0) - before
 
 
+@pytest.mark.slow
 async def test_a_worker_that_is_told_to_end_ends_well(cluster):
     """Casebook C145, C147: not ready, nothing new; what runs is finished or goes on elsewhere; exit 0."""
     prefill, decode = cluster.cluster.find("prefill-0"), cluster.cluster.find("decode-0")

@@ -21,6 +21,7 @@ def counted(cluster):
     return ended, values["kvferry_output_tokens_total"], values["kvferry_prompt_tokens_total"]
 
 
+@pytest.mark.slow
 def test_the_clients_numbers_are_the_servers(cluster, tmp_path):
     """Casebook C170: requests, errors and tokens; some requests can't be served."""
     before = counted(cluster)
@@ -79,6 +80,7 @@ def test_every_kind_of_arrival_runs(arrivals, cluster):
     assert done.returncode == 0, done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_a_comparison_is_one_command(tiny_model, tmp_path):
     """Short: the numbers mean nothing, the machinery is whole. Arms are matched, outputs equal, KV moved."""
     done = kvferry(
@@ -95,6 +97,7 @@ def test_a_comparison_is_one_command(tiny_model, tmp_path):
     assert "Two tiers against one" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_map_is_one_command(tiny_model, tmp_path):
     done = kvferry(
         "bench", "map", "--model", tiny_model("llama"), "--prompt-tokens", 40, "--output-tokens", 4, "--seconds", 0.5,

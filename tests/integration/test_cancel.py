@@ -90,6 +90,7 @@ def test_in_decode(cluster, control):
     check_alive(cluster, control)
 
 
+@pytest.mark.slow
 def test_many_at_random_times(cluster, control, prefill_seconds):
     """Casebook C097, C116: a mix of stages at once, beside one that goes on."""
     rng = random.Random(3)

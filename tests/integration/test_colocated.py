@@ -41,6 +41,7 @@ def test_colocated_equals_two_tiers_at_every_edge(cluster, colocated):
         assert one.kv_transfer.num_chunks == -(-length // TOKEN_BUDGET)
 
 
+@pytest.mark.slow
 def test_every_way_of_sampling_is_the_same_alone_together_and_in_two_tiers(cluster, colocated):
     requests = mixed_requests()
     lone = [cluster.greedy(prompt, 8, **options).token_ids for prompt, options in requests]
@@ -98,6 +99,7 @@ def test_cancelled_requests_leave_nothing_behind(colocated):
     colocated.settle(5.0)
 
 
+@pytest.mark.slow
 async def test_answers_without_pages_are_computed_again_in_place_and_come_out_the_same(tiny_model, tmp_path):
     with running_cluster(
         tmp_path, model=str(tiny_model("llama")), colocated=1, num_pages=120, token_budget=256

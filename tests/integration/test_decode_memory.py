@@ -51,6 +51,7 @@ def small_pool(tiny_model, tmp_path_factory):
         yield cluster
 
 
+@pytest.mark.slow
 async def test_64_long_answers_on_a_small_pool_are_handed_back_and_come_out_the_same(small_pool):
     """Casebook C111: KV came, and there is no page for the next token."""
     cluster, num_tokens = small_pool, 180
@@ -95,6 +96,7 @@ async def test_with_full_admission_none_is_handed_back(tiny_model, tmp_path):
         assert sum(preemptions(cluster).values()) == 0
 
 
+@pytest.mark.slow
 async def test_a_seeded_answer_with_penalties_and_logprobs_survives_hand_backs(small_pool):
     """What has to be handed over with a sequence: nothing but its tokens."""
     cluster = small_pool
@@ -173,6 +175,7 @@ def test_a_wholly_cached_prompt_moves_nothing_and_works(length, cluster):
     assert salted.token_ids == first.token_ids
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_ended_with_a_clear_status_and_slows_nobody(cluster):
     router = cluster.cluster.start_router("--max-unread-tokens", "20")
     try:

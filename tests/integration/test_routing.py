@@ -173,6 +173,7 @@ async def test_a_killed_router_takes_nothing_from_another_ones_requests(two_by_t
         assert (await client.generate(prompts[0], **options).result()).token_ids == expected[0].token_ids
 
 
+@pytest.mark.slow
 async def test_two_generations_of_a_model_serve_side_by_side_and_only_equals_are_paired(tmp_path):
     """A rollout: workers with other weights come up beside the old ones, the old ones go, no request fails."""
     old, new = (make_tiny_model("llama", tmp_path / name) for name in ("old", "new"))

@@ -22,7 +22,7 @@ from tests.k8s.api_server import api_server
 from tests.k8s.cluster import Cluster, link_model
 from tests.k8s.tools import K8S, kubectl
 
-pytestmark = [pytest.mark.integration, pytest.mark.long]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 TIERS = ("prefill", "decode", "router")
 
 
