@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,6 +98,16 @@ def why_not(kv_cache: KvCache) -> str | None:
     return None
 
 
+class _Places(NamedTuple):
+    """Where new tokens are stored, int32 on the device; see `PagedBatch`."""
+
+    token_sequences: torch.Tensor
+    token_positions: torch.Tensor
+    page_ids: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_lengths: torch.Tensor
+
+
 class FlashInferAttention:
     """See `AttentionBackend`."""
 
@@ -132,6 +142,24 @@ class FlashInferAttention:
     def plan(self, batch: Seq[ScheduledSequence]) -> AttentionPlan:
         """Lays out a step."""
         return _FlashInferPlan(self, batch)
+
+    def store(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, places: _Places
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes keys and values, each [num_tokens, num_kv_heads, head_dim], to their places. Returns the layer's."""
+        cache = self.layers[layer]
+        self.kernels.append_paged_kv_cache(
+            key.contiguous(),
+            value.contiguous(),
+            places.token_sequences,
+            places.token_positions,
+            cache,
+            places.page_ids,
+            places.page_indptr,
+            places.last_page_lengths,
+            kv_layout=LAYOUT,
+        )
+        return cache
 
     def plan_steps(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
         """Tells a wrapper for single tokens what comes. page_ids: those of `paged` on the device."""
@@ -224,7 +252,8 @@ class _FlashInferPlan:
             paged.token_positions,
         )
         on_device = torch.split(to_device(torch.cat(parts), backend.device), [part.numel() for part in parts])
-        self._page_indptr, self._page_ids, self._last_page_lengths, self._sequences, self._positions = on_device
+        page_indptr, page_ids, last_page_lengths, sequences, positions = on_device
+        self._places = _Places(sequences, positions, page_ids, page_indptr, last_page_lengths)
         starts = paged.query_indptr.tolist()
         steps = [index for index, entry in enumerate(batch) if entry.num_new_tokens == 1]
         chunks = [index for index, entry in enumerate(batch) if entry.num_new_tokens > 1]
@@ -233,14 +262,14 @@ class _FlashInferPlan:
             if not indices:
                 continue
             if len(indices) == len(batch):
-                of_part, page_ids = paged, self._page_ids
+                of_part, of_part_ids = paged, page_ids
             else:
                 of_part = lay_out([batch[index] for index in indices], backend.page_size)
-                page_ids = to_device(of_part.page_ids, backend.device)
+                of_part_ids = to_device(of_part.page_ids, backend.device)
             wrappers = backend.chunk_wrappers if indices is chunks else backend.step_wrappers
             tell = backend.plan_chunks if indices is chunks else backend.plan_steps
             for options, wrapper in wrappers.items():
-                tell(wrapper, of_part, page_ids, options)
+                tell(wrapper, of_part, of_part_ids, options)
             ranges = [range(starts[index], starts[index + 1]) for index in indices]
             self._parts.append(_Part(wrappers, _tokens(ranges, backend.device)))
         backend.all_planned()
@@ -249,18 +278,7 @@ class _FlashInferPlan:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        cache = self._backend.layers[layer]
-        self._backend.kernels.append_paged_kv_cache(
-            key.contiguous(),
-            value.contiguous(),
-            self._sequences,
-            self._positions,
-            cache,
-            self._page_ids,
-            self._page_indptr,
-            self._last_page_lengths,
-            kv_layout=LAYOUT,
-        )
+        cache = self._backend.store(layer, key, value, self._places)
         query = query.contiguous()
         if len(self._parts) == 1:
             whole: torch.Tensor = self._parts[0].wrappers[options].run(query, cache)
@@ -297,7 +315,9 @@ class RecordedPlan:
         self._page_indptr, self._last_page_lengths = buffer(num_sequences + 1), buffer(num_sequences)
         self._positions = buffer(num_sequences * tokens_each)
         every = torch.arange(num_sequences, dtype=torch.int32, device=backend.device)
-        self._sequences = every.repeat_interleave(tokens_each)
+        self._places = _Places(
+            every.repeat_interleave(tokens_each), self._positions, page_ids, self._page_indptr, self._last_page_lengths
+        )
         self._wrappers = {options: self._make_wrapper() for options in backend.options}
 
     def _make_wrapper(self) -> Any:
@@ -332,17 +352,6 @@ class RecordedPlan:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        cache = self._backend.layers[layer]
-        self._backend.kernels.append_paged_kv_cache(
-            key.contiguous(),
-            value.contiguous(),
-            self._sequences,
-            self._positions,
-            cache,
-            self._page_ids,
-            self._page_indptr,
-            self._last_page_lengths,
-            kv_layout=LAYOUT,
-        )
+        cache = self._backend.store(layer, key, value, self._places)
         output: torch.Tensor = self._wrappers[options].run(query.contiguous(), cache)
         return output
