@@ -871,7 +871,7 @@ class TestWhatTheQueueWaitsFor:
         kind, _ = self.waiting(rig)
         assert kind == "workers"
 
-    def test_tokens_count_for_as_long_as_they_wait(self, monkeypatch):
+    async def test_tokens_count_for_as_long_as_they_wait(self, monkeypatch):
         metrics = RouterMetrics()
         now = metrics._queue_told_at
         for seconds, queue in ((0, ("prefill", 100)), (2, ("decode", 50)), (5, ("prefill", 0))):
