@@ -59,10 +59,6 @@ class Probe:
         elif self.failures >= self._spec.get("failureThreshold", 3):
             self.passes = False
 
-    @property
-    def period(self):
-        return self._spec.get("periodSeconds", 10)
-
 
 class Pod:
     """One pod's life, in a thread of its own: init containers, the container with its probes, the end."""

@@ -254,12 +254,13 @@ def kinds(port):
 
 @pytest.mark.parametrize("tier", ["decode", "prefill"])
 def test_a_tier_scales_up_and_down_under_load(demo, tier):
-    first = demo.cluster.pods_of(f"kvferry-{tier}")
+    before = len(demo.cluster.ended)
     demo.scale(tier, 2)
     demo.wait_for_answers(10)
     demo.scale(tier, 1)
-    demo.cluster.wait_for(lambda: any(p.deployment == f"kvferry-{tier}" for p in demo.cluster.ended))
-    assert first  # which of both was ended is the controller's choice
+    # Which of both is ended is the controller's choice.
+    demo.cluster.wait_for(lambda: len(demo.cluster.ended) > before, what="the end of one")
+    assert demo.cluster.ended[-1].deployment == f"kvferry-{tier}"
 
 
 @pytest.mark.parametrize(
@@ -289,8 +290,29 @@ def test_a_pod_that_is_deleted_costs_nothing(demo):
     demo.wait_for_answers(5)
 
 
-def test_at_the_end_every_process_has_ended_well(demo):
+def pages_of(pod):
+    """Pages by owner, and of the pool."""
+    text = httpx.get(f"http://{pod.address}:9090/metrics").text
+    samples = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
+    owners = {re.search('owner="(.*?)"', k)[1]: v for k, v in samples.items() if k.startswith("kvferry_pages{")}
+    [total] = [v for k, v in samples.items() if k.startswith("kvferry_pages_total{")]
+    [moved] = [v for k, v in samples.items() if k.startswith("kvferry_kv_bytes_total{")]
+    return owners, total, moved
+
+
+def test_afterwards_no_page_is_held_and_all_add_up(demo):
     demo.stop_clients()
+    [prefill], [decode] = (demo.cluster.pods_of(f"kvferry-{tier}") for tier in ("prefill", "decode"))
+    assert pages_of(prefill)[2] > 0, "pages were moved"
+    for pod in (prefill, decode):
+        demo.cluster.wait_for(
+            lambda pod=pod: all(pages_of(pod)[0][owner] == 0 for owner in ("held", "pinned", "quarantined")), seconds=5
+        )
+        owners, total, _ = pages_of(pod)
+        assert sum(owners.values()) == total
+
+
+def test_at_the_end_every_process_has_ended_well(demo):
     demo.kubectl("delete", "-k", demo.kustomize(), "--wait=false")
     demo.cluster.wait_for(lambda: not demo.cluster.pods, what="the end of all pods")
     assert demo.store.list("Deployment") == []
