@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.faults.faulty_kvferry import FAULTY, Faults
-from tests.integration.support import running_cluster
+from tests.integration.support import running_cluster, wait_for
 
 LONG = random.Random(1).choices(range(2, 258), k=300)
 OTHERS = [random.Random(n).choices(range(2, 258), k=150) for n in range(2, 10)]
@@ -37,13 +37,6 @@ def cluster(tiny_model, tmp_path_factory, faults_file):
     ) as cluster:  # fmt: skip
         cluster.expected = [cluster.greedy(prompt, 12).token_ids for prompt in OTHERS]
         yield cluster
-
-
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "what the test waits for did not happen"
-        time.sleep(0.01)
 
 
 def quarantined(cluster):

@@ -17,7 +17,7 @@ from kvferry.client import AsyncClient, Client, KvferryError
 from tests.chaos.load import Load
 from tests.faults.faulty_kvferry import FAULTY, Faults
 from tests.faults.link_proxy import LinkProxy
-from tests.integration.support import running_cluster
+from tests.integration.support import running_cluster, wait_for
 
 IDS = range(2, 258)
 MAX_TOKENS = 150
@@ -122,10 +122,11 @@ async def test_a_frozen_worker_is_left_and_taken_back(cluster):
 
 async def gets_work(cluster, process):
     """Waits until something runs there."""
-    end = time.monotonic() + 10
-    while not any(v for key, v in cluster.metrics(process.name).items() if key.startswith("kvferry_sequences,")):
-        assert time.monotonic() < end, "it gets no work"
-        await asyncio.sleep(0.01)
+
+    def has_some():
+        return any(v for key, v in cluster.metrics(process.name).items() if key.startswith("kvferry_sequences,"))
+
+    await asyncio.to_thread(wait_for, has_some, what=f"work for {process.name}")
 
 
 async def drain(cluster, process):
@@ -151,8 +152,7 @@ async def test_a_worker_that_is_told_to_end_ends_well(cluster):
     port = decode.address.rpartition(":")[2]
     decode = cluster.cluster.start_worker("decode", 0, "--port", port, "--drain", "handover")
     await asyncio.to_thread(cluster.cluster.wait_ready, decode)
-    while cluster.client.cluster_status().ready_pairs < 4:
-        await asyncio.sleep(0.05)
+    await asyncio.to_thread(cluster.wait_for_pairs, 4)
     assert await drain(cluster, decode) > 0
     await come_back(cluster, decode)
 
@@ -197,8 +197,7 @@ async def test_a_link_to_a_worker_fails_and_heals(cluster, kind):
     ]
     router = await asyncio.to_thread(cluster.cluster.start_another_router, *flags)
     async with AsyncClient(router.address) as client:
-        while (await client.cluster_status()).ready_pairs < 4:
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(cluster.wait_for_pairs, 4, router.address)
         async with Running(cluster, router.address):
             for name in ("prefill-0", "decode-1"):
                 (proxies[name].silence if kind == "silence" else proxies[name].cut)()
@@ -242,8 +241,7 @@ async def test_a_worker_whose_transport_hangs_is_not_ready_and_recovers(cluster,
     cluster.cluster.forget(process)
     process = cluster.cluster.start_worker("prefill", 0, "--port", port, "--wedge-seconds", "0.5")
     await asyncio.to_thread(cluster.cluster.wait_ready, process)
-    while cluster.client.cluster_status().ready_pairs < 4:
-        await asyncio.sleep(0.05)
+    await asyncio.to_thread(cluster.wait_for_pairs, 4)
 
     def health():
         with grpc.insecure_channel(process.address) as channel:
@@ -252,19 +250,13 @@ async def test_a_worker_whose_transport_hangs_is_not_ready_and_recovers(cluster,
     async with Running(cluster):
         assert health() == health_pb2.HealthCheckResponse.SERVING
         Faults(hang_seconds=3.0).write_to(faults_file)
-        end = time.monotonic() + 10
-        while await asyncio.to_thread(health) == health_pb2.HealthCheckResponse.SERVING:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_for, lambda: health() != health_pb2.HealthCheckResponse.SERVING)
         workers = (await asyncio.to_thread(cluster.client.cluster_status)).workers
         [told] = [w for w in workers if w.address == process.address]
         assert told.state == "faulty"
         assert "the transfer thread has stood for" in told.reason
         Faults().write_to(faults_file)
-        end = time.monotonic() + 20
-        while await asyncio.to_thread(health) != health_pb2.HealthCheckResponse.SERVING:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.05)
+        await asyncio.to_thread(wait_for, lambda: health() == health_pb2.HealthCheckResponse.SERVING)
     process.popen.terminate()
     await come_back(cluster, process)
 
@@ -275,9 +267,7 @@ async def test_two_workers_with_one_name_are_two_workers(cluster):
     process = cluster.cluster.start_worker("prefill", 1)  # a second "prefill-1"
     await asyncio.to_thread(cluster.cluster.wait_ready, process)
     router = await asyncio.to_thread(cluster.cluster.start_another_router)
-    async with AsyncClient(router.address) as client:
-        while (await client.cluster_status()).ready_pairs < 6:
-            await asyncio.sleep(0.05)
+    await asyncio.to_thread(cluster.wait_for_pairs, 6, router.address)
     async with Running(cluster, router.address):
         os.kill(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.popen.wait)

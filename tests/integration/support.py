@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import urllib.request
 from contextlib import contextmanager
@@ -12,6 +13,34 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.client import Client
 from kvferry.local import ClusterConfig, LocalCluster
+
+
+def wait_for(condition, seconds=60.0, what="what the test waits for"):
+    """Looks again and again until `condition()` holds; fails when it takes `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {seconds} s"
+        time.sleep(0.002)
+
+
+async def first_tokens(streams):
+    """Starts them all; once each has begun its answer gives their tasks, which end with the whole results.
+
+    From here on the answers run: no look at gauges from outside is needed, which may come too late for quick ones.
+    """
+    begun = [asyncio.Event() for _ in streams]
+
+    async def take(stream, event):
+        async for _ in stream:
+            event.set()
+        return await stream.result()
+
+    tasks = [asyncio.create_task(take(stream, event)) for stream, event in zip(streams, begun, strict=True)]
+    async with asyncio.timeout(60):
+        for event in begun:
+            await event.wait()
+    assert not any(task.done() for task in tasks), "the test is to look while they run"
+    return tasks
 
 
 class TestCluster:
@@ -59,6 +88,11 @@ class TestCluster:
         while (busy := self.busy()) and time.monotonic() < end:
             time.sleep(0.02)
         assert not busy, f"not at rest after {seconds} s: {busy}"
+
+    def wait_for_pairs(self, number, address=None):
+        """Until the router, or another one with this address, has so many pairs to send requests to."""
+        with Client(address or self.address) as client:
+            wait_for(lambda: client.cluster_status().ready_pairs >= number, what=f"{number} ready pairs")
 
     def greedy(self, prompt, max_tokens=8, **options):
         """A whole greedy answer, EOS ignored, with ids."""

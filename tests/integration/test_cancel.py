@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from tests.integration.support import wait_for
+
 REPEATS = 20
 SALTS = itertools.count()
 LONG = random.Random(1).choices(range(3, 40000), k=480)
@@ -28,13 +30,6 @@ def start(cluster, prompt=LONG, max_tokens=30):
     # A salt of its own, so that the prompt is computed and not found in the prefix cache.
     options = {"temperature": 0.0, "ignore_eos": True, "timeout": 120, "cache_salt": f"cancel-{next(SALTS)}"}
     return cluster.client.generate(prompt, max_tokens=max_tokens, **options)
-
-
-def wait_for(condition, seconds=20.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "what the test waits for did not happen"
-        time.sleep(0.001)
 
 
 def check_alive(cluster, control):

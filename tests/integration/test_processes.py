@@ -8,26 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from kvferry.client import Client, KvferryError
-from tests.integration.support import running_cluster
+from tests.integration.support import running_cluster, wait_for
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
 
 
 def run(*arguments, **options):
     return subprocess.run([*KVFERRY, *arguments], capture_output=True, text=True, timeout=120, **options)
-
-
-def wait_until(condition, seconds=60.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "what the test waits for did not happen"
-        time.sleep(0.05)
 
 
 def gone(pids):
@@ -40,13 +32,13 @@ def up(tiny_model, tmp_path):
     ready = tmp_path / "ready.json"
     command = [*KVFERRY, "up", "--model", str(tiny_model("llama")), "--port", "0", "--ready-file", str(ready)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: ready.exists() or process.poll() is not None)
+    wait_for(lambda: ready.exists() or process.poll() is not None)
     assert process.poll() is None, process.stderr.read()
     content = json.loads(ready.read_text())
     yield process, content
     process.kill()
     process.wait()
-    wait_until(lambda: gone(all_pids(content)), 20)
+    wait_for(lambda: gone(all_pids(content)), 20)
 
 
 def all_pids(content):
@@ -70,7 +62,7 @@ def test_up_ends_everything_on_a_signal(up, signum):
 def test_no_orphan_survives_even_a_killed_parent(up):
     process, content = up
     os.kill(process.pid, signal.SIGKILL)
-    wait_until(lambda: gone(all_pids(content)), 20)
+    wait_for(lambda: gone(all_pids(content)), 20)
 
 
 def test_up_starts_a_dead_worker_again_and_ends_with_its_router(up):
@@ -238,7 +230,7 @@ class TestTwoByTwo:
     def bring_back(self, cluster, tier):
         """Starts the dead worker again at its address, with a new incarnation."""
         cluster.cluster.restart_worker(cluster.cluster.find(f"{tier}-0"))
-        wait_until(lambda: cluster.client.cluster_status().ready_pairs == 4)
+        wait_for(lambda: cluster.client.cluster_status().ready_pairs == 4)
 
     def test_a_worker_that_came_back_is_used_again(self, cluster):
         """Casebook C150."""
@@ -250,7 +242,7 @@ class TestTwoByTwo:
 
     def test_a_router_without_workers_says_what_is_missing(self, cluster, tiny_model, tmp_path):
         process = cluster.cluster._spawn("lonely", "router", ["--prefill", "127.0.0.1:1", "--port", "0"])
-        wait_until(lambda: any("router listens" in line for line in process.recent))
+        wait_for(lambda: any("router listens" in line for line in process.recent))
         address = next(line for line in process.recent if "router listens" in line).split("address=")[1].split()[0]
         with Client(address) as client, pytest.raises(KvferryError, match="no decode worker") as caught:
             client.generate("hi").result()
@@ -266,7 +258,7 @@ class TestTwoByTwo:
         workers.wait_ready(other)
         prefill = workers.find("prefill-0").address
         router = workers._spawn("strict", "router", ["--prefill", prefill, "--decode", other.address, "--port", "0"])
-        wait_until(lambda: any("pair refused" in line for line in router.recent))
+        wait_for(lambda: any("pair refused" in line for line in router.recent))
         assert any("page_size (prefill 16, decode 8)" in line for line in router.recent)
         for process in (router, other):
             process.popen.terminate()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvferry.client import AsyncClient, KvferryError
-from tests.integration.support import running_cluster
+from tests.integration.support import first_tokens, running_cluster
 from tests.k8s.tools import K8S, debian_program
 
 OPTIONS = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
@@ -69,7 +69,7 @@ class Proxy:
 def proxy(tmp_path_factory, tiny_model):
     program = debian_program("nginx", "usr/sbin/nginx")
     folder = tmp_path_factory.mktemp("nginx")
-    with running_cluster(folder / "logs", model=str(tiny_model("llama")), num_pages=400, token_budget=64) as cluster:
+    with running_cluster(folder / "logs", model=str(tiny_model("llama")), num_pages=1200, token_budget=64) as cluster:
         routers = [cluster.cluster.find("router"), cluster.cluster.start_another_router()]
         made = Proxy(program, folder, cluster, routers)
         yield made
@@ -80,16 +80,20 @@ def proxy(tmp_path_factory, tiny_model):
             made.process.kill()
 
 
+def came_one_by_one(arrived):
+    """The start and the times at which things arrived: many apart, half of them well before the end."""
+    assert sum(b - a > 0.0005 for a, b in itertools.pairwise(arrived)) > 50
+    halfway = (arrived[len(arrived) // 2] - arrived[0]) / (arrived[-1] - arrived[0])
+    assert halfway < 0.9, "they were held back until the end"
+
+
 async def test_streams_pass_token_by_token(proxy):
     async with AsyncClient(proxy.address) as client:
-        arrived = []
+        arrived = [time.monotonic()]
         async for piece in client.generate([7, 8, 9], max_tokens=300, **OPTIONS):
             arrived += [time.monotonic()] * len(piece.token_ids)
-    assert len(arrived) == 300
-    gaps = sorted(b - a for a, b in itertools.pairwise(arrived))
-    whole = arrived[-1] - arrived[0]
-    assert gaps[-1] < whole / 3, "tokens came in a few lumps"
-    assert sum(gap > 0.0005 for gap in gaps) > 50
+    assert len(arrived) == 301
+    came_one_by_one(arrived)
 
 
 async def test_http_streams_pass_token_by_token(proxy):
@@ -97,35 +101,31 @@ async def test_http_streams_pass_token_by_token(proxy):
     async with httpx.AsyncClient(timeout=60) as client:
         models = (await client.get(f"http://127.0.0.1:{proxy.http_port}/v1/models")).json()
         body["model"] = models["data"][0]["id"]
-        arrived = []
+        arrived = [time.monotonic()]
         async with client.stream("POST", f"http://127.0.0.1:{proxy.http_port}/v1/completions", json=body) as response:
             assert response.status_code == 200
             lines = response.aiter_lines()
             arrived += [time.monotonic() async for line in lines if line.startswith("data: ")]
-    assert len(arrived) > 50
-    assert max(b - a for a, b in itertools.pairwise(arrived)) < (arrived[-1] - arrived[0]) / 2
+    came_one_by_one(arrived)
 
 
 async def test_a_router_that_dies_takes_only_its_own_streams_and_new_ones_go_on(proxy):
     cluster, victim = proxy.cluster, proxy.routers[1]
     async with AsyncClient(proxy.address) as client:
+
+        def num_ended(router):
+            return cluster.metrics(router.name).get("kvferry_requests_total,OK", 0)
+
         expected = (await client.generate([5, 6, 7], max_tokens=400, **OPTIONS).result()).token_ids
-        streams = [client.generate([5, 6, 7], max_tokens=400, **OPTIONS) for _ in range(16)]
-        running = [asyncio.create_task(stream.result()) for stream in streams]
-
-        def bound():
-            names = [router.name for router in proxy.routers]
-            return [cluster.metrics(name)["kvferry_active_requests,running"] for name in names]
-
-        while sum(await asyncio.to_thread(bound)) < 16:
-            assert not any(task.done() for task in running), "the test is to look while they run"
-            await asyncio.sleep(0.01)
-        _, on_victim = await asyncio.to_thread(bound)
-        assert 0 < on_victim < 16
+        ended = await asyncio.to_thread(num_ended, proxy.routers[0])
+        running = await first_tokens([client.generate([5, 6, 7], max_tokens=400, **OPTIONS) for _ in range(16)])
         os.kill(victim.pid, signal.SIGKILL)
         results = await asyncio.gather(*running, return_exceptions=True)
         failed = [r for r in results if isinstance(r, KvferryError)]
-        assert len(failed) == on_victim
+        # What the victim had answered by then may have reached its client, or not.
+        on_other = await asyncio.to_thread(num_ended, proxy.routers[0]) - ended
+        assert 0 < on_other < 16
+        assert 0 < len(failed) <= 16 - on_other
         assert {error.code for error in failed} <= {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL}
         assert {r.token_ids for r in results if not isinstance(r, Exception)} == {expected}
         for _ in range(20):

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.routing import compare
-from kvferry.client import AsyncClient, KvferryError
-from tests.integration.support import running_cluster
+from kvferry.client import AsyncClient
+from tests.integration.support import first_tokens, running_cluster, wait_for
 from tests.tiny_models import make_tiny_model
 
 PREFIX = 400
@@ -138,32 +138,25 @@ async def test_a_killed_router_takes_nothing_from_another_ones_requests(two_by_t
     """Casebook C151: workers free what it had while the other's requests run on; started again, it serves again."""
     cluster = two_by_two
     rng = random.Random(4)
-    prompts = [rng.choices(range(2, 258), k=60) for _ in range(6)]
-    options = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-    expected = [await asyncio.to_thread(cluster.greedy, p, 400) for p in prompts]
+    prompts = [rng.choices(range(2, 258), k=60) for _ in range(3)]
+    options = {"max_tokens": 1000, "temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
+    expected = [await asyncio.to_thread(cluster.greedy, p, 1000) for p in prompts]
     async with AsyncClient(cluster.address) as ours, AsyncClient(second_router.address) as theirs:
-
-        async def lose(prompt):
-            with pytest.raises(KvferryError) as raised:
-                await theirs.generate(prompt, **options).result()
-            return raised.value.code
-
-        losing = [asyncio.create_task(lose(p)) for p in prompts]
-        keeping = [asyncio.create_task(ours.generate(p, **options).result()) for p in prompts]
+        clients = [ours] * len(prompts) + [theirs] * len(prompts)
+        tasks = await first_tokens(
+            [client.generate(p, **options) for client, p in zip(clients, prompts * 2, strict=True)]
+        )
+        keeping, losing = tasks[: len(prompts)], tasks[len(prompts) :]
+        os.kill(second_router.pid, signal.SIGKILL)
 
         def in_decode():
             values = [cluster.metrics(name) for name in ("decode-0", "decode-1")]
             return sum(v.get("kvferry_sequences,running", 0) for v in values)
 
-        while await asyncio.to_thread(in_decode) < 12:
-            await asyncio.sleep(0.01)
-        os.kill(second_router.pid, signal.SIGKILL)
-        for _ in range(100):
-            if await asyncio.to_thread(in_decode) <= len(prompts):
-                break
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_for, lambda: in_decode() <= len(prompts), what="the end of the lost ones")
         assert not any(task.done() for task in keeping), "the test is to look while they run"
-        assert set(await asyncio.gather(*losing)) == {grpc.StatusCode.UNAVAILABLE}
+        lost = await asyncio.gather(*losing, return_exceptions=True)
+        assert {getattr(error, "code", error) for error in lost} == {grpc.StatusCode.UNAVAILABLE}
         for task, alone in zip(keeping, expected, strict=True):
             assert (await task).token_ids == alone.token_ids
     await asyncio.to_thread(second_router.popen.wait)
@@ -194,8 +187,7 @@ async def test_two_generations_of_a_model_serve_side_by_side_and_only_equals_are
                 stream = client.generate(prompt, max_tokens=30, temperature=0.0, ignore_eos=True, return_token_ids=True)
                 return (await stream.result()).token_ids
 
-            while (await client.cluster_status()).ready_pairs < 2:
-                await asyncio.sleep(0.05)
+            await asyncio.to_thread(cluster.wait_for_pairs, 2, router.address)
             answers = await asyncio.gather(*(ask() for _ in range(40)))
             [by_new] = set(answers) - {by_old}
             assert set(answers) == {by_old, by_new}
