@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from colocated_service.scheduler import StepPolicy
 from prefill_service.scheduler import Policy
-from worker.config import WorkerConfig
+from worker.config import Overlap, WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class ColocatedConfig(WorkerConfig):
     prefill_first: prompts are computed before any answer goes on."""
     prompt_order: Policy = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
+    overlap: Overlap = "auto"
+    """Plan and launch a step while the one before it is computed. auto: on a GPU."""
     prefix_cache: bool = True
     """Keep pages of computed prompts and answers, and use them for prompts that begin alike."""
 

@@ -14,6 +14,7 @@ waits as a prompt again, with the tokens it has, and is computed again in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,15 +89,23 @@ class ColocatedScheduler:
         self._known[sequence.sequence_id] = _Known(sequence, max_tokens, priority, deadline)
         self.prompts.add(sequence, priority, deadline)
 
-    def schedule(self, now: float = 0.0, prompt_tokens_per_second: float | None = None) -> ColocatedStep | None:
-        """Plans the next step, or None if nothing can run and nothing expired. Takes pages."""
+    def schedule(
+        self,
+        now: float = 0.0,
+        prompt_tokens_per_second: float | None = None,
+        find_pages: Callable[[], bool] = lambda: False,
+    ) -> ColocatedStep | None:
+        """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
+
+        find_pages: see `DecodeScheduler.schedule`; asked before half-done prompts have to give theirs back.
+        """
         if self._policy == "prefill_first":
             prompts = self._schedule_prompts(now, prompt_tokens_per_second, self._token_budget)
             if prompts is not None and prompts.batch:
                 return ColocatedStep((), prompts.batch, prompts.expired)
-            answers, preempted = self._schedule_answers()
+            answers, preempted = self._schedule_answers(find_pages)
         else:
-            answers, preempted = self._schedule_answers()
+            answers, preempted = self._schedule_answers(find_pages)
             prompts = self._schedule_prompts(now, prompt_tokens_per_second, self._token_budget - len(answers))
         if prompts is None and not answers and not preempted:
             return None
@@ -127,8 +136,10 @@ class ColocatedScheduler:
     def _growth_pages(self, sequence: Sequence) -> int:
         return self.answers.forecast_pages(sequence, self._known[sequence.sequence_id].max_tokens)
 
-    def _schedule_answers(self) -> tuple[tuple[ScheduledSequence, ...], tuple[Sequence, ...]]:
-        step = self.answers.schedule(self.prompts.give_back_youngest)
+    def _schedule_answers(
+        self, find_pages: Callable[[], bool]
+    ) -> tuple[tuple[ScheduledSequence, ...], tuple[Sequence, ...]]:
+        step = self.answers.schedule(lambda: find_pages() or self.prompts.give_back_youngest())
         if step is None:
             return (), ()
         for sequence in step.preempted:

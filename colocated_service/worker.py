@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import grpc
@@ -21,14 +20,14 @@ from colocated_service.config import ColocatedConfig
 from colocated_service.scheduler import ColocatedScheduler, ColocatedStep
 from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
-from engine.sampler import Choice, TokenLogprobs, sample
+from engine.sampler import Choice, TokenLogprobs
 from engine.sequence import Sequence
 from protos import inference_pb2, worker_pb2
-from worker.engine_loop import EngineLoop, PageOwners
+from worker.answering_loop import AnsweringLoop
+from worker.engine_loop import PageOwners
 from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened
 from worker.load_reporter import LoadReporter
 from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
 from worker.rate import Rate
 from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
 from worker.stamps import Stamps
@@ -55,12 +54,12 @@ class _Request:
     """Of the prompt tokens after the first, so far; if asked for."""
 
 
-class ColocatedWorker(EngineLoop):
+class ColocatedWorker(AnsweringLoop[ColocatedStep, _Request]):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
-        super().__init__(parts)
-        self._runner, self._vocab_size = runner, parts.vocab_size
+        super().__init__(parts, runner, config.overlap)
+        self._vocab_size = parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = ColocatedScheduler(
@@ -75,20 +74,20 @@ class ColocatedWorker(EngineLoop):
         self._rate, self._token_budget = Rate(), config.token_budget
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[RequestKey, _Request] = {}
-        self._by_sequence: dict[str, _Request] = {}
-        self._failed_steps = 0
 
-    def _step(self) -> bool:
-        step = self._scheduler.schedule(time.monotonic(), self._rate.tokens_per_second)
+    def _plan(self) -> ColocatedStep | None:
+        step = self._scheduler.schedule(
+            time.monotonic(), self._rate.tokens_per_second, find_pages=self._deliver_under_way
+        )
         if step is not None:
             self._let_go(step)
-            self._run_and_deliver(step)
-        return step is not None
+        return step
 
     def _has_open_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or self._has_step_under_way()
 
     def _hand_over(self) -> None:
+        self._deliver_under_way()
         for request in list(self._requests.values()):
             sequence = request.sequence
             event = worker_pb2.PreemptedEvent(
@@ -113,32 +112,18 @@ class ColocatedWorker(EngineLoop):
             self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
             request.was_preempted = True
 
-    def _run_and_deliver(self, step: ColocatedStep) -> None:
-        if not step.batch:
-            return
-        started, is_over = time.monotonic(), True
+    def _begin(self, step: ColocatedStep) -> None:
         for entry in step.answers:
             self._by_sequence[entry.sequence.sequence_id].stamps.reach(worker_pb2.STAGE_DECODE_STARTED)
         for entry in step.prompts:
             self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
-        try:
-            logits = self._runner.run(step.batch)
-            is_over = logits.is_written is None or logits.logits is not None  # tokens were waited for
-            self._deliver(step, logits)
-            self._failed_steps = 0
-        except Exception as error:
-            log.exception("a step failed")
-            self._runner.settle()  # what was launched may still write to pages that are freed now
-            for entry in step.batch:
-                failed = self._by_sequence.get(entry.sequence.sequence_id)
-                if failed is not None:
-                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the step failed: {error}", retryable=True)
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                # Broken for good: a dead worker's requests go on elsewhere, a broken one would attract more of them.
-                self._parts.sessions.flush()
-                raise
-        seconds = time.monotonic() - started
+
+    def _advance(self, step: ColocatedStep, logits: StepLogits) -> None:
+        for prompt in logits.prompts:
+            self._take_prompt_logits(prompt)
+        self._scheduler.update(step)
+
+    def _note_time(self, step: ColocatedStep, seconds: float, is_over: bool) -> None:
         self._rate.add(step.num_prompt_tokens, seconds, is_over, self._token_budget // 2)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(step.num_prompt_tokens)
@@ -210,27 +195,6 @@ class ColocatedWorker(EngineLoop):
         self._scheduler.add(sequence, command.stop.max_tokens, command.priority, deadline)
 
     # deliver
-
-    def _deliver(self, step: ColocatedStep, logits: StepLogits) -> None:
-        """One message per router with the new tokens of all of its sequences."""
-        for prompt in logits.prompts:
-            self._take_prompt_logits(prompt)
-        sequences = [entry.sequence for entry in logits.scheduled]
-        chosen = sample(logits.logits, sequences) if logits.logits is not None else []
-        self._scheduler.update(step)
-        outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
-        try:
-            for sequence, choice in zip(sequences, chosen, strict=True):
-                request = self._by_sequence[sequence.sequence_id]
-                if choice.token_id is None:
-                    self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
-                else:
-                    outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
-        finally:
-            # Also if a later one fails: these have their tokens, and some have ended with them.
-            for session_id, of_session in outputs.items():
-                event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
-                self._parts.sessions.add(session_id, event)
 
     def _take_prompt_logits(self, prompt: PromptLogits) -> None:
         sequence = prompt.scheduled.sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_service.scheduler import Admission
-from worker.config import WorkerConfig
+from worker.config import Overlap, WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -18,5 +18,7 @@ class DecodeConfig(WorkerConfig):
     quarantine_timeout: float | None = None
     """Seconds after which pages are taken back from a writer that neither confirms nor is known to be gone. If it wakes
     up later, it writes into pages of others: only for operators who accept that. Unset: never."""
+    overlap: Overlap = "auto"
+    """Plan and launch a step while the one before it is computed. auto: on a GPU."""
     prefix_cache: bool = True
     """Keep pages of ended sequences, so that requests that begin alike need not be sent them."""

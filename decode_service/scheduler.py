@@ -140,20 +140,28 @@ class DecodeScheduler:
     def schedule(self, find_pages: Callable[[], bool] = lambda: False) -> DecodeStep | None:
         """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one.
 
-        find_pages: asked before a sequence has to go; True: it may have made pages free, False: it has no more.
+        find_pages: asked before a sequence has to go; True: it may have made pages free, False: it has no more. It may
+        end sequences.
         """
-        waiting = sorted((a for a in self._admitted.values() if a.is_running), key=lambda a: a.seniority)
+        waiting = sorted((a for a in self._admitted.values() if _goes_on(a)), key=lambda a: a.seniority)
         batch: list[ScheduledSequence] = []
         preempted: list[Sequence] = []
         while waiting:
             first = waiting.pop(0)
             while not self._grow(first.sequence):
                 if find_pages():
-                    continue
+                    # Some may have ended by it.
+                    waiting = [a for a in waiting if self._is_admitted(a.sequence)]
+                    batch = [entry for entry in batch if self._is_admitted(entry.sequence)]
+                    if self._is_admitted(first.sequence):
+                        continue
+                    break
                 if (victim := self._youngest_with_pages(waiting)) is None:
                     break
                 waiting.remove(victim)
                 preempted.append(self._preempt(victim))
+            if not self._is_admitted(first.sequence):
+                continue
             if self._has_room(first.sequence):
                 batch.append(ScheduledSequence(first.sequence, 1))
             elif batch:
@@ -165,6 +173,10 @@ class DecodeScheduler:
         if preempted:
             self.lengths.ran_out()
         return DecodeStep(tuple(batch), tuple(preempted)) if batch or preempted else None
+
+    def _is_admitted(self, sequence: Sequence) -> bool:
+        admitted = self._admitted.get(sequence.sequence_id)
+        return admitted is not None and admitted.sequence is sequence
 
     def _youngest_with_pages(self, candidates: Iterable[_Admitted]) -> _Admitted | None:
         """The next victim: the youngest that would give pages back."""
@@ -247,3 +259,10 @@ class DecodeScheduler:
             self._cache.publish(victim.sequence)
         self.release(victim.sequence)
         return victim.sequence
+
+
+def _goes_on(admitted: _Admitted) -> bool:
+    """Whether a sequence gets another token. One whose last token is pending does not."""
+    sequence = admitted.sequence
+    is_last_pending = bool(sequence.num_pending_tokens) and sequence.num_output_tokens >= admitted.max_tokens
+    return admitted.is_running and not is_last_pending

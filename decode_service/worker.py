@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import grpc
@@ -26,13 +25,14 @@ from decode_service.scheduler import DecodeScheduler, DecodeStep
 from decode_service.ticket_closer import TicketCloser, Writer
 from engine.model_runner import StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
-from engine.sampler import Choice, sample
+from engine.sampler import Choice
 from engine.sequence import Sequence
 from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from kv_transfer.transfer_thread import Fenced
 from protos import kv_pb2, worker_pb2
-from worker.engine_loop import EngineLoop, PageOwners
+from worker.answering_loop import AnsweringLoop
+from worker.engine_loop import PageOwners
 from worker.inbox import (
     InboxMessage,
     QuarantineTimeout,
@@ -44,7 +44,6 @@ from worker.inbox import (
 )
 from worker.load_reporter import LoadReporter
 from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
 from worker.request import StopRule, check_command, failure_event, logprobs_message, sampling_params
 from worker.stamps import Stamps
 
@@ -68,12 +67,12 @@ class _Request:
     num_computed_prompt_tokens: int = 0
 
 
-class DecodeWorker(EngineLoop):
+class DecodeWorker(AnsweringLoop[DecodeStep, _Request]):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, config: DecodeConfig) -> None:
-        super().__init__(parts)
-        self._runner, self._closer, self._vocab_size = runner, closer, parts.vocab_size
+        super().__init__(parts, runner, config.overlap)
+        self._closer, self._vocab_size = closer, parts.vocab_size
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = DecodeScheduler(
@@ -81,24 +80,22 @@ class DecodeWorker(EngineLoop):
         )
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[TicketKey, _Request] = {}
-        self._by_sequence: dict[str, _Request] = {}
         self._quarantined: dict[TicketKey, IncomingTicket] = {}
         self._quarantined_since: dict[TicketKey, float] = {}
         self._quarantine_timeout = config.quarantine_timeout
         parts.metrics.quarantine_age.set_function(self._quarantine_age)
-        self._failed_steps = 0
 
-    def _step(self) -> bool:
-        step = self._scheduler.schedule()
-        if step is not None:
-            self._let_go(step)
-            self._run_and_deliver(step)
-        return step is not None
+    def _plan(self) -> DecodeStep | None:
+        step = self._scheduler.schedule(find_pages=self._deliver_under_way)
+        for sequence in step.preempted if step is not None else ():
+            self._hand_back(self._by_sequence[sequence.sequence_id])
+        return step
 
     def _has_open_work(self) -> bool:
-        return bool(self._requests or self._quarantined)
+        return bool(self._requests or self._quarantined or self._has_step_under_way())
 
     def _hand_over(self) -> None:
+        self._deliver_under_way()
         for request in list(self._requests.values()):
             self._hand_back(request, is_draining=True)
 
@@ -109,37 +106,18 @@ class DecodeWorker(EngineLoop):
             writes=[ticket.page_ids for ticket in [*receiving, *self._quarantined.values()]],
         )
 
-    def _let_go(self, step: DecodeStep) -> None:
-        """Those whose pages this step needs."""
-        for sequence in step.preempted:
-            self._hand_back(self._by_sequence[sequence.sequence_id])
-
-    def _run_and_deliver(self, step: DecodeStep) -> None:
-        if not step.batch:
-            return
-        started = time.monotonic()
+    def _begin(self, step: DecodeStep) -> None:
         for entry in step.batch:
             request = self._by_sequence[entry.sequence.sequence_id]
             request.stamps.reach(worker_pb2.STAGE_DECODE_STARTED)
             if entry.sequence.num_computed_tokens < entry.sequence.num_prompt_tokens:
                 request.num_computed_prompt_tokens += entry.num_new_tokens
-        try:
-            logits = self._runner.run(step.batch)
-            self._deliver(step, logits)
-            self._failed_steps = 0
-        except Exception as error:
-            log.exception("a decode step failed")
-            self._runner.settle()  # what was launched may still write to pages that are freed now
-            for entry in step.batch:
-                failed = self._by_sequence.get(entry.sequence.sequence_id)
-                if failed is not None:
-                    self._fail(failed, grpc.StatusCode.INTERNAL, f"the decode step failed: {error}", retryable=True)
-            self._failed_steps += 1
-            if self._failed_steps >= MAX_FAILED_STEPS:
-                # Broken for good: a dead worker's requests go on elsewhere, a broken one would attract more of them.
-                self._parts.sessions.flush()
-                raise
-        self._parts.metrics.step_seconds.observe(time.monotonic() - started)
+
+    def _advance(self, step: DecodeStep, logits: StepLogits) -> None:
+        self._scheduler.update(step)
+
+    def _note_time(self, step: DecodeStep, seconds: float, is_over: bool) -> None:
+        self._parts.metrics.step_seconds.observe(seconds)
 
     # receive
 
@@ -312,26 +290,6 @@ class DecodeWorker(EngineLoop):
         sequence.token_ids.append(request.ticket.first_token)
 
     # deliver
-
-    def _deliver(self, step: DecodeStep, logits: StepLogits) -> None:
-        """One message per router with the new tokens of all of its sequences."""
-        assert logits.logits is not None  # every decode step samples
-        sequences = [entry.sequence for entry in logits.scheduled]
-        chosen = sample(logits.logits, sequences)
-        self._scheduler.update(step)
-        outputs: dict[int, list[worker_pb2.TokenOutput]] = defaultdict(list)
-        try:
-            for sequence, choice in zip(sequences, chosen, strict=True):
-                request = self._by_sequence[sequence.sequence_id]
-                if choice.token_id is None:
-                    self._fail(request, grpc.StatusCode.INTERNAL, "the model's logits are not finite", retryable=False)
-                else:
-                    outputs[request.session_id].append(self._append_token(request, choice.token_id, choice))
-        finally:
-            # Also if a later one fails: these have their tokens, and some have ended with them.
-            for session_id, of_session in outputs.items():
-                event = worker_pb2.SessionResponse(step_output=worker_pb2.StepOutput(outputs=of_session))
-                self._parts.sessions.add(session_id, event)
 
     def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
         sequence = request.sequence

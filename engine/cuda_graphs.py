@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from engine.attention.flashinfer import FlashInferAttention, RecordedPlan
-from engine.device import to_device
 from engine.loader import PLAN_KEYWORD
+from engine.sampler import SampledTokens
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
+from engine.step_inputs import step_inputs
 
 log = logging.getLogger(__name__)
 
@@ -101,15 +102,15 @@ class StepGraphs:
             },
         )
 
-    def decode(self, batch: Seq[ScheduledSequence]) -> torch.Tensor | None:
+    def decode(self, batch: Seq[ScheduledSequence], previous: SampledTokens | None) -> torch.Tensor | None:
         """Logits [len(batch), vocab_size] of a batch of single tokens, valid until the next call; None if it is none,
-        or has more sequences than were recorded."""
+        or has more sequences than were recorded. previous: see `step_inputs`."""
         size = self._sizes.decode_size_for(len(batch))
         if size is None or any(entry.num_new_tokens != 1 or not entry.is_sampled for entry in batch):
             return None
         shortest = min(batch, key=lambda entry: entry.sequence.num_computed_tokens)
         recording = self._decode[size]
-        self._replay(recording, [*batch, *[shortest] * (size - len(batch))])
+        self._replay(recording, [*batch, *[shortest] * (size - len(batch))], previous)
         assert recording.logits is not None
         return recording.logits[: len(batch)]
 
@@ -120,20 +121,14 @@ class StepGraphs:
         [entry] = batch
         if entry.num_new_tokens != self._sizes.chunk or entry.is_sampled:
             return False
-        self._replay(self._chunk, batch)
+        self._replay(self._chunk, batch, None)
         return True
 
-    def _replay(self, recording: _Recording, batch: Seq[ScheduledSequence]) -> None:
+    def _replay(self, recording: _Recording, batch: Seq[ScheduledSequence], previous: SampledTokens | None) -> None:
         recording.plan.update(batch)
-        token_ids: list[int] = []
-        positions: list[int] = []
-        for entry in batch:
-            start = entry.sequence.num_computed_tokens
-            token_ids += entry.sequence.token_ids[start : start + entry.num_new_tokens]
-            positions += range(start, start + entry.num_new_tokens)
-        both = to_device(torch.tensor([token_ids, positions]), self._backend.device)
-        recording.token_ids.copy_(both[:1])
-        recording.positions.copy_(both[1:])
+        token_ids, positions = step_inputs(batch, previous, self._backend.device)
+        recording.token_ids.copy_(token_ids)
+        recording.positions.copy_(positions)
         recording.graph.replay()
 
     def _record(self, num_sequences: int, tokens_each: int) -> _Recording:

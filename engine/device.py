@@ -1,4 +1,4 @@
-"""Small numbers on their way to a device, without making the host wait for it."""
+"""Small numbers on their way to a device and back, without making the host wait for it sooner than it must."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ class Launched:
     def wait(self) -> None:
         """Until it is reached."""
         self._event.synchronize()
+
+
+class ToHost:
+    """A copy on its way from a device to the host."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self._launched: Launched | None = None
+        if values.device.type == "cuda":
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._launched = Launched()
+
+    def wait(self) -> torch.Tensor:
+        """The values, once they are there."""
+        if self._launched is not None:
+            self._launched.wait()
+        return self._values

@@ -21,7 +21,9 @@ from engine.cuda_graphs import GraphSizes, StepGraphs
 from engine.device import IsWritten, Launched, to_device
 from engine.kv_cache import KvCache
 from engine.loader import PLAN_KEYWORD, LoadedModel
+from engine.sampler import SampledTokens
 from engine.sequence import ScheduledSequence
+from engine.step_inputs import step_inputs
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +57,21 @@ class StepLogits:
 class StepRunner(Protocol):
     """What a worker's loop needs of the model: the real runner, or a scripted one in tests."""
 
-    def run(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None = None) -> StepLogits:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `run` returns while the step is still computed."""
+        ...
+
+    def run(
+        self,
+        batch: Seq[ScheduledSequence],
+        on_layer_group: OnLayerGroup | None = None,
+        previous: SampledTokens | None = None,
+    ) -> StepLogits:
         """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence.
 
         Pages may be sent once `StepLogits.is_written`; those of early layers sooner, with `on_layer_group`.
+        previous: what the last step chose; it has the pending tokens of sequences in the batch.
         """
         ...
 
@@ -101,16 +114,21 @@ class ModelRunner:
             return None
 
     @torch.inference_mode()
-    def run(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None = None) -> StepLogits:
+    def run(
+        self,
+        batch: Seq[ScheduledSequence],
+        on_layer_group: OnLayerGroup | None = None,
+        previous: SampledTokens | None = None,
+    ) -> StepLogits:
         """See `StepRunner.run`. Pages for all new tokens must be in the page tables."""
         is_plain = on_layer_group is None and not any(map(_wants_prompt_logits, batch))
         if self._graphs is not None and is_plain:
-            logits = self._graphs.decode(batch)
+            logits = self._graphs.decode(batch, previous)
             if logits is not None:
                 return StepLogits(list(batch), logits, is_written=self._launched())
             if self._graphs.chunk(batch):
                 return StepLogits([], None, is_written=self._launched())
-        return self._run_forward(batch, on_layer_group)
+        return self._run_forward(batch, on_layer_group, previous)
 
     def settle(self) -> None:
         """See `StepRunner.settle`. Raises RuntimeError if the device is broken."""
@@ -118,33 +136,36 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
 
     @property
+    def runs_ahead(self) -> bool:
+        """See `StepRunner.runs_ahead`."""
+        return self._device.type == "cuda"
+
+    @property
     def has_graphs(self) -> bool:
         """Whether steps were recorded."""
         return self._graphs is not None
 
-    def _run_forward(self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None) -> StepLogits:
-        token_ids: list[int] = []
-        positions: list[int] = []
+    def _run_forward(
+        self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None, previous: SampledTokens | None
+    ) -> StepLogits:
+        num_tokens = 0
         sampled: list[ScheduledSequence] = []
         sampled_rows: list[int] = []
         prompts: list[ScheduledSequence] = []
         prompt_rows: list[int] = []
         for entry in batch:
-            start = entry.sequence.num_computed_tokens
-            end = start + entry.num_new_tokens
             if _wants_prompt_logits(entry):
                 prompts.append(entry)
-                prompt_rows += range(len(token_ids), len(token_ids) + entry.num_new_tokens)
-            token_ids += entry.sequence.token_ids[start:end]
-            positions += range(start, end)
+                prompt_rows += range(num_tokens, num_tokens + entry.num_new_tokens)
+            num_tokens += entry.num_new_tokens
             if entry.is_sampled:
                 sampled.append(entry)
-                sampled_rows.append(len(token_ids) - 1)
+                sampled_rows.append(num_tokens - 1)
         plan = self.backend.plan(batch)
         if on_layer_group is not None:
             plan = _GroupedPlan(plan, self._layers_per_group, on_layer_group, self._device)
-        both = to_device(torch.tensor([token_ids, positions]), self._device)
-        inputs = {"input_ids": both[:1], "position_ids": both[1:], "use_cache": False, PLAN_KEYWORD: plan}
+        token_ids, positions = step_inputs(batch, previous, self._device)
+        inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, PLAN_KEYWORD: plan}
         logits: torch.Tensor | None = None
         of_prompts: list[PromptLogits] = []
         if sampled_rows or prompt_rows:

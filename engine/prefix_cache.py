@@ -15,9 +15,9 @@ from engine.sequence import Sequence
 
 
 def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
-    """Keys of all full pages of a sequence's known tokens; made once and kept in the sequence."""
+    """Keys of all full pages of a sequence's tokens, pending ones left out; made once and kept in the sequence."""
     hashes = sequence.page_hashes
-    while (len(hashes) + 1) * page_size <= sequence.num_tokens:
+    while (len(hashes) + 1) * page_size <= len(sequence.token_ids):
         start = len(hashes) * page_size
         parent = hashes[-1] if hashes else first_parent(sequence.cache_salt)
         hashes.append(page_key(parent, sequence.token_ids[start : start + page_size]))
@@ -65,8 +65,8 @@ class PrefixCache:
         """Makes the full, computed pages of a sequence known. Of two equal pages the older one stays."""
         if not self._enabled:
             return
-        num_full = sequence.num_computed_tokens // self._page_size
         hashes = hash_full_pages(sequence, self._page_size)
+        num_full = min(sequence.num_computed_tokens // self._page_size, len(hashes))
         for index in range(sequence.num_published_pages, num_full):
             page, key = sequence.page_table[index], hashes[index]
             if key not in self._page_of:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.device import ToHost, to_device
 from engine.sequence import SamplingParams, Sequence
 from engine.token_history import TokenHistory
 
@@ -55,29 +56,56 @@ class Choice:
     """If asked for: those of the model, before penalties, bias, temperature and filters."""
 
 
+class SampledTokens:
+    """One chosen token per row, on the device where a next step can use them, and on their way to the host."""
+
+    def __init__(
+        self,
+        sequences: Seq[Sequence],
+        token_ids: torch.Tensor,
+        is_usable: torch.Tensor,
+        logprobs: _AskedLogprobs,
+    ) -> None:
+        """token_ids: [len(sequences)] int64, 0 where is_usable, of the same shape, says that there is none."""
+        self.token_ids = token_ids
+        self.rows = {sequence.sequence_id: row for row, sequence in enumerate(sequences)}
+        """By sequence id: its place in `token_ids`."""
+        self._logprobs = logprobs
+        self._both = ToHost(torch.stack((token_ids, is_usable.to(token_ids.dtype))))
+
+    def choices(self) -> list[Choice]:
+        """What was chosen, by row. The one time that a device is waited for."""
+        token_ids, is_usable = self._both.wait().tolist()
+        logprobs = self._logprobs.wait()
+        return [
+            Choice(token, logprobs.get(row)) if usable else Choice(None)
+            for row, (token, usable) in enumerate(zip(token_ids, is_usable, strict=True))
+        ]
+
+
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> list[Choice]:
-    """Chooses one token per row of `logits` [len(sequences), vocab_size] (float32), which are not changed."""
+def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+    """Chooses one token per row of `logits` [len(sequences), vocab_size] (float32), which are not changed.
+
+    Does not wait for a device, unless rows have filters (top_p, top_k, min_p): how far those must look depends on what
+    they see. All tokens before must be known.
+    """
     usable = torch.isfinite(logits.amax(dim=-1))
     adjusted = _adjust(logits, sequences)
     best = adjusted.max(dim=-1)
     usable &= torch.isfinite(best.values)
     tokens = best.indices
-    if all(s.sampling.is_greedy for s in sequences):
-        # The one time that a device is waited for.
-        chosen, is_usable = torch.stack((tokens, usable.to(tokens.dtype))).tolist()
-    else:
-        is_usable = usable.tolist()
-        chancy = [row for row, s in enumerate(sequences) if is_usable[row] and not s.sampling.is_greedy]
-        for rows in _slices(chancy, logits):
-            of_rows = adjusted if len(rows) == len(sequences) else adjusted[rows]
-            tokens[rows] = _Draw(of_rows, [sequences[row] for row in rows]).tokens()
-        chosen = tokens.tolist()
-    logprobs = _asked_logprobs(logits, sequences, chosen)
-    return [
-        Choice(token, logprobs.get(row)) if usable_row else Choice(None)
-        for row, (token, usable_row) in enumerate(zip(chosen, is_usable, strict=True))
-    ]
+    chancy = [row for row, s in enumerate(sequences) if not s.sampling.is_greedy]
+    if chancy and (logits.device.type != "cpu" or not usable.all()):  # to ask a GPU would be to wait for it
+        adjusted = torch.where(usable.unsqueeze(1), adjusted, 0.0)
+    for rows in _slices(chancy, logits):
+        if len(rows) == len(sequences):
+            tokens = _Draw(adjusted, sequences).tokens()
+        else:
+            places = to_device(torch.tensor(rows), logits.device)
+            tokens[places] = _Draw(adjusted[places], [sequences[row] for row in rows]).tokens()
+    tokens = torch.where(usable, tokens, 0)
+    return SampledTokens(sequences, tokens, usable, _AskedLogprobs(logits, sequences, tokens))
 
 
 def _slices(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
@@ -91,26 +119,38 @@ def logprobs_at(logits: torch.Tensor, token_ids: Seq[int], num_top: int) -> list
 
     Of equally likely ones any may be left out. Values are at least LOWEST_LOGPROB.
     """
-    there = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
+    ids, values = _logprobs_at(logits, to_device(torch.tensor(token_ids), logits.device), num_top)
+    return [TokenLogprobs(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+def _logprobs_at(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and log-probabilities, both [n, 1 + num_top], of which the first are those of `token_ids` [n]."""
+    there = token_ids.unsqueeze(1)
     top = torch.topk(logits, min(num_top, logits.shape[-1]), dim=-1)
     highest = logits.amax(dim=-1, keepdim=True)
     total = torch.exp(logits - highest).sum(dim=-1, keepdim=True, dtype=torch.float64)
     raw = torch.cat([logits.gather(1, there), top.values], dim=1).double()
     values = (raw - highest - torch.log(total)).clamp(min=LOWEST_LOGPROB, max=0.0)
-    ids = torch.cat([there, top.indices], dim=1)
-    return [TokenLogprobs(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    return torch.cat([there, top.indices], dim=1), values
 
 
-def _asked_logprobs(logits: torch.Tensor, sequences: Seq[Sequence], chosen: Seq[int]) -> dict[int, TokenLogprobs]:
-    """By row, for the rows that want them."""
-    asked = {row: s.sampling.num_logprobs for row, s in enumerate(sequences) if s.sampling.num_logprobs is not None}
-    if not asked:
-        return {}
-    found = logprobs_at(logits[list(asked)], [chosen[row] for row in asked], max(asked.values()))
-    return {
-        row: TokenLogprobs(of_row.token_ids[: 1 + number], of_row.logprobs[: 1 + number])
-        for (row, number), of_row in zip(asked.items(), found, strict=True)
-    }
+class _AskedLogprobs:
+    """Log-probabilities of the rows that want them, on their way to the host."""
+
+    def __init__(self, logits: torch.Tensor, sequences: Seq[Sequence], token_ids: torch.Tensor) -> None:
+        params = (s.sampling for s in sequences)
+        self._asked = {row: p.num_logprobs for row, p in enumerate(params) if p.num_logprobs is not None}
+        if self._asked:
+            rows = to_device(torch.tensor(list(self._asked)), logits.device)
+            found = _logprobs_at(logits[rows], token_ids[rows], max(self._asked.values()))
+            self._ids, self._values = map(ToHost, found)
+
+    def wait(self) -> dict[int, TokenLogprobs]:
+        """By row."""
+        if not self._asked:
+            return {}
+        found = zip(self._asked.items(), self._ids.wait().tolist(), self._values.wait().tolist(), strict=True)
+        return {row: TokenLogprobs(ids[: 1 + number], values[: 1 + number]) for (row, number), ids, values in found}
 
 
 # What changes logits before chance: penalties, bias, min_tokens.
@@ -144,10 +184,10 @@ def _penalise(logits: torch.Tensor, sequences: Seq[tuple[int, Sequence]]) -> Non
     pairs = zip(sequences, histories, strict=True)
     places = _places(logits, [(row, history.token_ids) for (row, _), history in pairs])
     counts = _joined((history.output_counts for history in histories), torch.int32, logits.device)
-    lengths = torch.tensor([len(history.token_ids) for history in histories], device=logits.device)
+    lengths = [len(history.token_ids) for history in histories]
 
     def per_token(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, device=logits.device).repeat_interleave(lengths)
+        return _repeated(torch.tensor(values), lengths, logits.device)
 
     params = [sequence.sampling for _, sequence in sequences]
     repetition = per_token([p.repetition_penalty for p in params])
@@ -167,15 +207,21 @@ def _history(sequence: Sequence) -> TokenHistory:
 
 def _places(logits: torch.Tensor, tokens: Seq[tuple[int, array[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Index of the given tokens' logits: (rows, token ids), flat."""
-    rows = torch.tensor([row for row, _ in tokens], device=logits.device)
-    lengths = torch.tensor([len(ids) for _, ids in tokens], device=logits.device)
+    rows = _repeated(torch.tensor([row for row, _ in tokens]), [len(ids) for _, ids in tokens], logits.device)
     ids = _joined((ids for _, ids in tokens), torch.int32, logits.device)
-    return rows.repeat_interleave(lengths), ids.long()
+    return rows, ids.long()
+
+
+def _repeated(values: torch.Tensor, times: list[int], device: torch.device) -> torch.Tensor:
+    """Each value so many times. On the host, which knows how many that are in all; a device would be asked."""
+    return to_device(values.repeat_interleave(torch.tensor(times)), device)
 
 
 def _joined(arrays: Iterable[array[int] | array[float]], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     joined = bytearray().join(memoryview(values) for values in arrays)
-    return torch.frombuffer(joined, dtype=dtype).to(device) if joined else torch.empty(0, dtype=dtype, device=device)
+    if not joined:
+        return torch.empty(0, dtype=dtype, device=device)
+    return to_device(torch.frombuffer(joined, dtype=dtype), device)
 
 
 # Chance.
@@ -187,8 +233,8 @@ class _Draw:
     def __init__(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> None:
         self._logits, self._params = logits, [s.sampling for s in sequences]
         keys = [row_key(s.sampling.seed, s.sampling.choice_index, s.num_output_tokens) for s in sequences]
-        self._keys = torch.tensor(keys, device=logits.device)
-        temperature = torch.tensor([[p.temperature] for p in self._params], device=logits.device)
+        self._keys = to_device(torch.tensor(keys), logits.device)
+        temperature = to_device(torch.tensor([[p.temperature] for p in self._params]), logits.device)
         # Unnormalised probabilities; the likeliest token has 1.
         self._weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature).exp_()
         self._blocks = self._in_blocks()
@@ -199,6 +245,8 @@ class _Draw:
         rows = torch.arange(len(self._params), device=self._keys.device)
         chosen = self._from_all(rows, 0)
         filtered = [place for place, p in enumerate(self._params) if p.has_filter]
+        if not filtered:
+            return chosen
         few = [place for place in filtered if 0 < self._params[place].top_k <= _FIRST_CANDIDATES]
         # What is drawn from everything, on condition that the filters keep it, is drawn from what they keep.
         pending = rows[[place for place in filtered if place not in few]]

@@ -88,6 +88,9 @@ class Sequence:
     """Page ids in token order."""
     num_computed_tokens: int = 0
     """Tokens whose K and V exist."""
+    num_pending_tokens: int = 0
+    """Output tokens, 1 at most, that a device chooses or has chosen and that the host does not know yet. They are not
+    in `token_ids`, and count as known in everything below: the next step can be planned, and the device has them."""
     num_cached_tokens: int = 0
     """Of the computed ones, those found in the prefix cache."""
     cache_salt: str = ""
@@ -102,17 +105,17 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output."""
-        return len(self.token_ids)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens known; also the index of the next one."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens known whose K and V are still missing."""
-        return len(self.token_ids) - self.num_computed_tokens
+        return self.num_tokens - self.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)

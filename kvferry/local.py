@@ -32,6 +32,7 @@ from prefill_service.scheduler import Policy
 from protos import inference_pb2
 from rpc.config import LogLevel
 from rpc.process import write_ready_file
+from worker.config import Overlap
 
 START_SECONDS = 1800.0
 """Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at
@@ -83,6 +84,8 @@ class ClusterConfig:
     """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
     admission: Admission = "learned"
     """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
+    overlap: Overlap = "auto"
+    """Decode and colocated workers launch a step while the one before it is computed. auto: on a GPU."""
     max_model_len: int | None = None
     """Longest sequence in tokens. Unset: what the model was trained for."""
     max_num_sequences: int = 64
@@ -255,11 +258,12 @@ class LocalCluster:
             arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         elif tier == "decode":
-            arguments += ["--admission", config.admission]
+            arguments += ["--admission", config.admission, "--overlap", config.overlap]
             arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
         else:
             arguments += ["--token-budget", str(config.token_budget), "--policy", config.colocated_policy]
-            arguments += ["--prompt-order", config.policy] + ([] if config.prefix_cache else ["--no-prefix-cache"])
+            arguments += ["--overlap", config.overlap, "--prompt-order", config.policy]
+            arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         name = f"{tier}-{index}"
         return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
 

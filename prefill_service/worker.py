@@ -331,7 +331,7 @@ class PrefillWorker(EngineLoop):
         choices: dict[str, Choice] = {}
         if logits.logits is not None:
             sampled = [entry.sequence for entry in logits.scheduled]
-            chosen = sample(logits.logits, sampled)
+            chosen = sample(logits.logits, sampled).choices()
             choices = {sequence.sequence_id: choice for sequence, choice in zip(sampled, chosen, strict=True)}
         for prompt in logits.prompts:
             self._take_prompt_logits(prompt)

@@ -20,13 +20,14 @@ class ScriptedRunner:
         self.broken = set()
         self.steps = []
         self.is_written = None
+        self.runs_ahead = False
         self.layer_groups = 1
         self.on_group = lambda group: None
 
     def settle(self):
         pass
 
-    def run(self, batch, on_layer_group=None):
+    def run(self, batch, on_layer_group=None, previous=None):
         for group in range(self.layer_groups if on_layer_group else 0):
             self.on_group(group)
             on_layer_group(group, self.is_written)

@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from rpc.config import ProcessConfig
 
 DrainMode = Literal["finish", "handover"]
+Overlap = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,10 @@ class Rig:
         return [t for o in self.outputs(name, session_id) for t in o.token_ids]
 
 
-@pytest.fixture
-def rig():
-    made = Rig()
+@pytest.fixture(params=["off", "on"])
+def rig(request):
+    """Also with steps that are launched before the one before is delivered, as on a GPU."""
+    made = Rig(overlap=request.param)
     yield made
     made.inbox.put(SessionClosed(1))
     made.inbox.put(SessionClosed(2))
@@ -70,7 +71,7 @@ def rig():
 
 def test_a_prompt_is_computed_in_chunks_and_its_answer_follows(rig):
     rig.generate(token_ids=range(1, 19))
-    rig.turn(6)
+    rig.turn(7)
     assert [n for step in rig.runner.steps for _, n in step] == [8, 8, 2, 1, 1, 1]
     assert rig.tokens() == [7, 7, 7, 7]
     assert [o.first_index for o in rig.outputs()] == [0, 1, 2, 3]
@@ -97,14 +98,14 @@ def test_one_run_of_the_model_has_both_phases(rig):
 def test_a_prefix_is_found_again_and_its_hits_are_told(rig):
     for name in ("a", "b"):
         rig.generate(name, token_ids=range(1, 14), max_tokens=1)
-        rig.turn(3)
+        rig.turn(4)
     assert [o.num_cached_tokens for o in rig.outputs("a") + rig.outputs("b")] == [0, 12]
 
 
 def test_logprobs_of_prompt_and_answer(rig):
     sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=1, prompt_logprobs=True)
     rig.generate(token_ids=range(1, 14), sampling=sampling, max_tokens=2)
-    rig.turn(4)
+    rig.turn(5)
     first, second = rig.outputs()
     assert list(first.prompt_logprobs.token_ids[::2]) == list(range(2, 14))
     assert not second.HasField("prompt_logprobs")
@@ -128,7 +129,7 @@ def test_a_lost_router_takes_its_requests_along(rig):
     rig.generate("theirs", session_id=2)
     rig.turn()
     rig.inbox.put(SessionClosed(1))
-    rig.turn(6)
+    rig.turn(7)
     assert rig.tokens("theirs", 2) == [7] * 4
     assert not rig.worker._requests
 
@@ -193,8 +194,9 @@ def test_a_newcomer_hears_of_cache_and_load(rig):
     assert rig.sessions.of("load")[0].cached_pages == 2
 
 
-def test_preempted_answers_are_counted_and_keep_their_tokens():
-    rig = Rig(num_pages=6, token_budget=20)
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_preempted_answers_are_counted_and_keep_their_tokens(overlap):
+    rig = Rig(num_pages=6, token_budget=20, overlap=overlap)
     for _ in range(20):
         rig.worker._scheduler.answers.lengths.learn(2, 12)
     for name in "abc":

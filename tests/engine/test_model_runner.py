@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import memory, model_runner
+from engine import memory, model_runner, step_inputs
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
@@ -70,7 +70,8 @@ def test_a_device_is_given_the_next_step_before_the_last_is_waited_for(loaded, m
         return forward(*arguments, **options)
 
     monkeypatch.setattr(type(loaded.model), "forward", logged)
-    monkeypatch.setattr(model_runner, "to_device", lambda values, device: values)
+    for module in (model_runner, step_inputs):
+        monkeypatch.setattr(module, "to_device", lambda values, device: values)
     runner._device = torch.device("cuda")
     for _ in range(3):
         sequence = Sequence("s", [5, 6, 7], 3, page_table=[0])
@@ -98,7 +99,8 @@ def test_groups_of_a_device_are_told_after_their_layers_were_launched(loaded, mo
             return self.plan.attend(layer, *arguments)
 
     monkeypatch.setattr(backend, "plan", LoggedPlan)
-    monkeypatch.setattr(model_runner, "to_device", lambda values, device: values)
+    for module in (model_runner, step_inputs):
+        monkeypatch.setattr(module, "to_device", lambda values, device: values)
     runner._device = torch.device("cuda")
     told = []
     sequence = Sequence("s", [5, 6, 7], 3, page_table=[0])

@@ -23,7 +23,7 @@ def make_sequence(params, num_output_tokens=0):
 
 
 def choose(logits, sequences):
-    return [choice.token_id for choice in sampler.sample(logits, sequences)]
+    return [choice.token_id for choice in sampler.sample(logits, sequences).choices()]
 
 
 def make_bias(values):
@@ -385,7 +385,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
         SamplingParams(num_logprobs=0, logit_bias=bias, repetition_penalty=1.5),
         SamplingParams(num_logprobs=50, temperature=0.0),
     ]
-    choices = sampler.sample(logits, [make_sequence(p) for p in params])
+    choices = sampler.sample(logits, [make_sequence(p) for p in params]).choices()
     exact = torch.log_softmax(logits.double(), -1)
     for row, choice in enumerate(choices):
         found = choice.logprobs
@@ -395,4 +395,35 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
         wanted = exact[row, found.token_ids].clamp(min=sampler.LOWEST_LOGPROB)
         np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
         assert found.logprobs[1:] == sorted(found.logprobs[1:], reverse=True)
-    assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3)[0].logprobs is None
+    assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3).choices()[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.1),
+        SamplingParams(logit_bias=make_bias({3: 1.0, 7: -2.0})),
+        SamplingParams(min_tokens=9, ending_token_ids=(1, 2)),
+        SamplingParams(temperature=0.0, num_logprobs=3),
+    ],
+)
+def test_no_device_is_waited_for_before_the_tokens_are_asked_for(params):
+    """A meta tensor has no values: whatever would wait for one raises."""
+    sequences = [make_sequence(params, 4), make_sequence(SamplingParams(temperature=0.0))]
+    for batch in (sequences, sequences[:1]):
+        tokens = sampler.sample(torch.empty(len(batch), VOCAB, device="meta"), batch)
+        assert tokens.token_ids.shape == (len(batch),)
+        with pytest.raises(NotImplementedError):
+            tokens.choices()
+
+
+def test_a_row_without_values_gives_the_next_step_a_token_that_exists():
+    logits = torch.randn(3, VOCAB)
+    logits[1] = float("nan")
+    logits[2, 5] = float("inf")
+    for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5, top_k=3)):
+        tokens = sampler.sample(logits, [make_sequence(params)] * 3)
+        assert tokens.token_ids[1:].tolist() == [0, 0]
+        assert [choice.token_id is None for choice in tokens.choices()] == [False, True, True]

@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
 def two_by_two(tiny_model, tmp_path_factory, faults_file):
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), prefill=2, decode=2, num_pages=300,
-        token_budget=64, worker_silence_seconds=3.0, commands={"prefill-0": FAULTY},
+        token_budget=64, worker_silence_seconds=3.0, commands={"prefill-0": FAULTY}, overlap="on",
     ) as cluster:  # fmt: skip
         rng = random.Random(1)
         load = Load(cluster.address, [rng.choices(IDS, k=rng.randint(20, 250)) for _ in range(8)], MAX_TOKENS)

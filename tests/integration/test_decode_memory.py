@@ -46,7 +46,7 @@ def small_pool(tiny_model, tmp_path_factory):
     """200 pages; 64 answers of 180 tokens need more than 800."""
     with running_cluster(
         tmp_path_factory.mktemp("logs"), model=str(tiny_model("llama")), num_pages=200, max_num_sequences=64,
-        token_budget=256,
+        token_budget=256, overlap="on",
     ) as cluster:  # fmt: skip
         yield cluster
 

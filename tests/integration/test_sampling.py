@@ -184,7 +184,8 @@ def mixed_requests():
 
 
 def test_answers_do_not_depend_on_batch_chunks_workers_or_pages(cluster, real_model, tmp_path):
-    """Casebook C035, C040: alone, together, and on another cluster with other budgets, pages and worker counts."""
+    """Casebook C035, C040: alone, together, and on another cluster with other budgets, pages,
+    worker counts and colocated workers, and steps launched before the tokens of the last are known."""
     requests = mixed_requests()
     lone = [cluster.greedy(prompt, 10, **options).token_ids for prompt, options in requests]
 
@@ -197,8 +198,8 @@ def test_answers_do_not_depend_on_batch_chunks_workers_or_pages(cluster, real_mo
 
     assert together(cluster.client) == lone
     with running_cluster(
-        tmp_path, model=str(real_model), prefill=2, decode=2, token_budget=48, page_size=8, max_model_len=512,
-        num_pages=400,
+        tmp_path, model=str(real_model), prefill=2, decode=1, colocated=1, token_budget=48, page_size=8,
+        max_model_len=512, num_pages=400, max_num_sequences=32, overlap="on",
     ) as other:  # fmt: skip
         assert together(other.client) == lone
 

@@ -24,6 +24,7 @@ import router.dispatch
 import router.policy
 import router.request
 import router.worker_pool
+import worker.answering_loop as answering_loop
 import worker.engine_loop as engine_loop
 import worker.health as worker_health
 import worker.stamps as worker_stamps
@@ -100,36 +101,84 @@ def content(token_ids: list[int], page: int, num_computed: int) -> tuple[int, in
     return (end, hash(tuple(token_ids[:end]))) if end > page * PAGE_SIZE else None
 
 
+POISON = 99
+"""What a device chooses that built on wrong KV; the simulated model never does."""
+
+
+@dataclass
+class SimStep:
+    """A step on its way through a device, and the tokens it chooses."""
+
+    process: SimWorker
+    entries: list[tuple[str, list[int], list[int], int, int]]
+    """Sequence id, its known tokens, its pages, first and last new token."""
+    previous: SimStep | None
+    chosen: dict[str, int] | None = None
+    """By sequence id, once it is computed."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Of the sequences that get a token."""
+
+    def compute(self) -> None:
+        """Computes KV into the simulated memory and checks all KV that it builds on."""
+        memory, self.chosen = self.process.memory, {}
+        for name, known, pages, start, end in self.entries:
+            token_ids = known
+            if len(known) < end:
+                assert self.previous is not None and self.previous.chosen is not None
+                token_ids = [*known, self.previous.chosen[name]]
+            wrong = ""
+            for place in range(-(-start // PAGE_SIZE)):
+                expected = content(token_ids, place, start)
+                # A page may hold more than this sequence has of it: another one went on from there.
+                if memory[pages[place]] != expected:
+                    wrong = f"page {pages[place]} of {name} holds {memory[pages[place]]}, not {expected}"
+            for place in range(start // PAGE_SIZE, -(-end // PAGE_SIZE)):
+                memory[pages[place]] = content(token_ids, place, end)
+            if wrong and not self.process.runs_ahead:
+                raise BrokenPromise(f"{self.process.name}: {wrong}")
+            # A device that runs ahead may compute a sequence that has ended, whose pages are others' now.
+            self.chosen[name] = POISON if wrong else next_token(token_ids)
+
+    # what `sample` gives
+
+    def choices(self) -> list[Choice]:
+        """Computes everything up to here."""
+        self.process.compute_until(self)
+        assert self.chosen is not None
+        return [Choice(self.chosen[name]) for name in self.rows]
+
+
 class SimRunner:
-    """Computes KV into the simulated memory and checks all KV that it builds on."""
+    """Hands steps to a device, which computes them as late as it can if it runs ahead."""
 
     def __init__(self, process: SimWorker) -> None:
         self._process = process
 
-    def settle(self):
-        pass
+    @property
+    def runs_ahead(self):
+        return self._process.runs_ahead
 
-    def run(self, batch, on_layer_group=None):
-        memory = self._process.memory
+    def settle(self):
+        self._process.compute_until(None)
+
+    def run(self, batch, on_layer_group=None, previous=None):
+        entries = []
         for entry in batch:
             sequence, start = entry.sequence, entry.sequence.num_computed_tokens
-            for place in range(-(-start // PAGE_SIZE)):
-                page, expected = sequence.page_table[place], content(sequence.token_ids, place, start)
-                # A page may hold more than this sequence has of it: another one went on from there.
-                if memory[page] != expected:
-                    raise BrokenPromise(
-                        f"{self._process.name}: page {page} of {sequence.sequence_id} holds {memory[page]}, not "
-                        f"{expected}"
-                    )
             end = start + entry.num_new_tokens
-            for place in range(start // PAGE_SIZE, -(-end // PAGE_SIZE)):
-                memory[sequence.page_table[place]] = content(sequence.token_ids, place, end)
+            pages = sequence.page_table[: -(-end // PAGE_SIZE)]
+            entries.append((sequence.sequence_id, list(sequence.token_ids), pages, start, end))
+        step = SimStep(self._process, entries, previous)
+        self._process.launched.append(step)
+        if not self.runs_ahead:
+            step.choices()
         sampled = [entry for entry in batch if entry.is_sampled]
-        return StepLogits(sampled, True if sampled else None)  # type: ignore[arg-type]
+        return StepLogits(sampled, step if sampled else None)  # type: ignore[arg-type]
 
 
-def sim_sample(logits, sequences):
-    return [Choice(next_token(sequence.token_ids)) for sequence in sequences]
+def sim_sample(step, sequences):
+    step.rows = {sequence.sequence_id: row for row, sequence in enumerate(sequences)}
+    return step
 
 
 class SimSessions:
@@ -309,6 +358,8 @@ class SimWorker:
         self.frozen_until = 0.0
         self.session: int | None = None
         self._is_turn_planned = False
+        self.runs_ahead = tier == wpb.TIER_DECODE and world.decode_runs_ahead
+        self.launched: deque[SimStep] = deque()
         num_pages = world.num_pages
         self.pool = PagePool(num_pages)
         self.memory: list[Any] = [None] * (num_pages + NUM_PROBE_PAGES)
@@ -372,6 +423,11 @@ class SimWorker:
         elif self.loop._turn() or self.parts.health.is_draining:
             self.plan_turn()
 
+    def compute_until(self, step: SimStep | None) -> None:
+        """The device computes in order; all if no step is given."""
+        while self.launched and (step is None or step.chosen is None):
+            self.launched.popleft().compute()
+
     def drain(self, hand_over: bool) -> None:
         """SIGTERM."""
         self.parts.health.drain()
@@ -421,6 +477,7 @@ class World:
         self.num_pages = self.rng.choice((10, 14, 20, 40))
         self.prefix_cache = self.rng.random() < 0.7
         self.num_requests = self.rng.randint(2, plan.most_requests)
+        self.decode_runs_ahead = self.rng.random() < 0.5
         self.token_budget = self.rng.choice((4, 8, 16))
         self._latency = self.rng.choice((0.001, 0.01, 0.1))
         self._fault_rate = self.rng.choice((0.0, 0.05, 0.2)) if "transfer" in plan.faults else 0.0
@@ -734,13 +791,14 @@ def simulated(world: World):
             (router.worker_pool, ("time",)),
             (prefill_service.worker, ("time",)),
             (decode_service.worker, ("time",)),
+            (answering_loop, ("time",)),
             (engine_loop, ("time",)),
             (worker_health, ("time",)),
             (worker_stamps, ("time",)),
         )
         for name, value in ((name, clock) for name in names)
     ]
-    patches += [(prefill_service.worker, "sample", sim_sample), (decode_service.worker, "sample", sim_sample)]
+    patches += [(module, "sample", sim_sample) for module in (prefill_service.worker, answering_loop)]
     patches += [(module, "random", world.rng) for module in (router.dispatch, router.policy, router.worker_pool)]
     saved = [(module, name, getattr(module, name)) for module, name, _ in patches]
     for module, name, value in patches:
