@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-chat bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -66,6 +66,9 @@ bench-prefill: setup
 
 bench-policy: setup
 	$(BIN)/python -m benchmarks.policy
+
+bench-overlap: setup
+	$(BIN)/python -m benchmarks.overlap
 
 bench-decode: setup
 	$(BIN)/python -m benchmarks.decode

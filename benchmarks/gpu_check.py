@@ -110,6 +110,8 @@ def main() -> int:
         check_kernels(device, report, arguments.heads, arguments.only_attention)
     if arguments.part != "kernels":
         check_transfer(device, report)
+        with torch.inference_mode():
+            measure_overlap(device)
     print(f"\n{report.num_checks} checks, {len(report.failures)} failed")
     for failure in report.failures:
         print(f"  {failure}")
@@ -376,6 +378,7 @@ def check_transfer(device: torch.device, report: Report) -> None:
     """Two tiers as real processes on one GPU: pages go from VRAM to VRAM, and answers are those of one process."""
     from kvferry.client import Client
     from kvferry.local import ClusterConfig, LocalCluster
+    from worker.config import Overlap
 
     os.environ["UCX_PROTO_INFO"] = "y"  # it tells which transports it took
     sizes = SMALL | {"vocab_size": 320, "num_hidden_layers": 30}
@@ -391,10 +394,21 @@ def check_transfer(device: torch.device, report: Report) -> None:
         rng = random.Random()
         prompts = [[rng.randrange(2, 320) for _ in range(n)] for n in (5, 100, 1000, 3000, 3500)]
         answers: dict[str, list[tuple[int, ...]]] = {}
-        for arm, colocated in (("colocated", 1), ("two tiers", 0)):
+        arms: tuple[tuple[str, int, Overlap], ...] = (
+            ("colocated", 1, "auto"),
+            ("each step waited for", 1, "off"),
+            ("two tiers", 0, "auto"),
+        )
+        for arm, colocated, overlap in arms:
             logs = Path(scratch) / arm.replace(" ", "-")
             cluster_config = ClusterConfig(
-                model=str(folder), colocated=colocated, port=0, log_dir=logs, memory_fraction=0.4, device=str(device)
+                model=str(folder),
+                colocated=colocated,
+                overlap=overlap,
+                port=0,
+                log_dir=logs,
+                memory_fraction=0.4,
+                device=str(device),
             )
             try:
                 with LocalCluster(cluster_config) as cluster, Client(cluster.address) as client:
@@ -424,8 +438,29 @@ def check_transfer(device: torch.device, report: Report) -> None:
         assert all(answers["two tiers"])
         log = (Path(scratch) / "two-tiers" / "prefill-0.log").read_text().splitlines()
         print("      UCX took: " + ", ".join(_transports(log)))
-        equal = [one == other for one, other in zip(answers["two tiers"], answers["colocated"], strict=True)]
-        report.check("answers of two tiers", all(equal), f"{sum(equal)} of {len(equal)} equal to those of one process")
+        for arm in ("each step waited for", "two tiers"):
+            equal = [one == other for one, other in zip(answers[arm], answers["colocated"], strict=True)]
+            report.check(f"answers: {arm}", all(equal), f"{sum(equal)} of {len(equal)} equal to those of one process")
+
+
+def measure_overlap(device: torch.device) -> None:
+    """Milliseconds per step of a worker's whole loop, with steps launched ahead and without, beside the bare step."""
+    from benchmarks.overlap import PAGE_SIZE, seconds_per_step
+
+    dtype, batches, context, num_steps = torch.bfloat16, (1, 32, 128), 1024, 64
+    loaded = make_model(device, dtype, **LLAMA_3_8B)
+    num_pages = max(batches) * num_pages_for(context + num_steps, PAGE_SIZE)
+    cache = KvCache(num_pages, PAGE_SIZE, loaded.kv_shape, dtype, device)
+    runner = ModelRunner(loaded, cache, graph_sizes=GraphSizes(batches))
+    print(f"\ndecode batch x {context}   bare step ms   worker's loop, launched ahead   each step waited for")
+    for batch in batches:
+        step = [ScheduledSequence(s, 1) for s in make_sequences(batch, context, PAGE_SIZE)]
+        bare = typical(lambda step=step: _run(runner, step, device), 10) * 1e3  # type: ignore[misc]
+        ahead, waited = (
+            seconds_per_step(runner, overlap, batch, context, loaded.vocab_size, num_steps) * 1e3
+            for overlap in ("on", "off")
+        )
+        print(f"{batch:12} {bare:21.2f} {ahead:31.2f} {waited:21.2f}")
 
 
 def _transports(log: list[str]) -> list[str]:
