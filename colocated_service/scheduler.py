@@ -97,7 +97,7 @@ class ColocatedScheduler:
     ) -> ColocatedStep | None:
         """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
 
-        find_pages: see `DecodeScheduler.schedule`; asked before half-done prompts have to give theirs back.
+        find_pages: see `DecodeScheduler.schedule`; asked before half-done prompts give theirs back for an answer.
         """
         if self._policy == "prefill_first":
             prompts = self._schedule_prompts(now, prompt_tokens_per_second, self._token_budget)
@@ -112,7 +112,8 @@ class ColocatedScheduler:
         return ColocatedStep(answers, prompts.batch if prompts else (), prompts.expired if prompts else (), preempted)
 
     def update(self, step: ColocatedStep) -> None:
-        """Takes note that a step was computed. Prompts that are done become answers; their next token may be added."""
+        """Takes note that a step was computed, or launched. Prompts that are done become answers, whose next token may
+        be added."""
         for entry in step.answers:
             entry.sequence.num_computed_tokens += entry.num_new_tokens
         self.prompts.update(PrefillStep(step.prompts))

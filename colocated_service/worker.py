@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import grpc
@@ -119,8 +120,6 @@ class ColocatedWorker(AnsweringLoop[ColocatedStep, _Request]):
             self._begin_chunk(self._by_sequence[entry.sequence.sequence_id])
 
     def _advance(self, step: ColocatedStep, logits: StepLogits) -> None:
-        for prompt in logits.prompts:
-            self._take_prompt_logits(prompt)
         self._scheduler.update(step)
 
     def _note_time(self, step: ColocatedStep, seconds: float, is_over: bool) -> None:
@@ -196,11 +195,11 @@ class ColocatedWorker(AnsweringLoop[ColocatedStep, _Request]):
 
     # deliver
 
-    def _take_prompt_logits(self, prompt: PromptLogits) -> None:
-        sequence = prompt.scheduled.sequence
-        # At its place, since a prompt that gave its pages back is computed again.
-        of_prompt = self._by_sequence[sequence.sequence_id].prompt_logprobs
-        of_prompt[sequence.num_computed_tokens :] = prompt_logprobs(prompt)
+    def _take_prompt_logits(self, prompts: Seq[PromptLogits]) -> None:
+        for prompt in prompts:
+            # At its place, since a prompt that gave its pages back is computed again.
+            of_prompt = self._by_sequence[prompt.sequence.sequence_id].prompt_logprobs
+            of_prompt[prompt.start :] = prompt_logprobs(prompt)
 
     def _append_token(self, request: _Request, token: int, choice: Choice) -> worker_pb2.TokenOutput:
         sequence = request.sequence

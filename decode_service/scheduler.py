@@ -190,7 +190,7 @@ class DecodeScheduler:
         return [a for a in self._admitted.values() if not a.is_running]
 
     def update(self, step: DecodeStep) -> None:
-        """Takes note that a step was computed."""
+        """Takes note that a step was computed, or launched."""
         for entry in step.batch:
             entry.sequence.num_computed_tokens += entry.num_new_tokens
 
@@ -198,7 +198,7 @@ class DecodeScheduler:
         """The sequence ended in its own time: its length is worth knowing, its pages stay as cache."""
         admitted = self._admitted.get(sequence.sequence_id)
         if admitted is not None and admitted.is_running:
-            self.lengths.learn(sequence.num_output_tokens, admitted.max_tokens)
+            self.lengths.learn(sequence.num_output_tokens - sequence.num_pending_tokens, admitted.max_tokens)
             self._cache.publish(sequence)
         self.release(sequence)
 
@@ -237,6 +237,8 @@ class DecodeScheduler:
 
     def _growth_pages(self, admitted: _Admitted, num_tokens: int) -> int:
         """Pages to take until a sequence has `num_tokens` tokens, or those it has now."""
+        if admitted.is_running and not _goes_on(admitted):
+            return 0  # its KV ends before its last token
         now = num_pages_for(admitted.sequence.num_tokens, self._page_size)
         return max(now, self.pages_needed(num_tokens)) - len(admitted.sequence.page_table)
 

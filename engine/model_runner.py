@@ -22,7 +22,7 @@ from engine.device import IsWritten, Launched, to_device
 from engine.kv_cache import KvCache
 from engine.loader import PLAN_KEYWORD, LoadedModel
 from engine.sampler import SampledTokens
-from engine.sequence import ScheduledSequence
+from engine.sequence import ScheduledSequence, Sequence
 from engine.step_inputs import step_inputs
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,9 @@ so) or, if there is no `IsWritten`, that they are in their pages."""
 class PromptLogits:
     """Logits behind all new tokens of a sequence that wants log-probabilities of its prompt."""
 
-    scheduled: ScheduledSequence
+    sequence: Sequence
+    start: int
+    """Place of the first of them."""
     logits: torch.Tensor
     """[num_new_tokens, vocab_size] float32."""
 
@@ -59,7 +61,7 @@ class StepRunner(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether `run` returns while the step is still computed."""
+        """Whether `run` returns while the step is still computed; the one before it is over by then."""
         ...
 
     def run(
@@ -173,7 +175,10 @@ class ModelRunner:
             all_logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
             logits = all_logits[: len(sampled)] if sampled else None
             pieces = all_logits[len(sampled) :].split([entry.num_new_tokens for entry in prompts]) if prompts else ()
-            of_prompts = [PromptLogits(entry, piece) for entry, piece in zip(prompts, pieces, strict=True)]
+            of_prompts = [
+                PromptLogits(entry.sequence, entry.sequence.num_computed_tokens, piece)
+                for entry, piece in zip(prompts, pieces, strict=True)
+            ]
         else:
             # A middle chunk: the body only, the LM head never runs.
             self._model.base_model(**inputs)

@@ -1,8 +1,8 @@
 """Which page holds the KV of which tokens: a chain of hashes over full pages.
 
 Keys are made in `page_keys`: equal keys mean equal tokens from the beginning of the sequence on, in every process.
-Only full pages that are wholly computed are shared. Whoever needs logits must not match the last token, which has to
-be computed for them.
+Only full pages are shared that are wholly computed, or will be before whatever is launched later. Whoever needs logits
+must not match the last token, which has to be computed for them.
 """
 
 from __future__ import annotations

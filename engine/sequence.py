@@ -87,7 +87,7 @@ class Sequence:
     page_table: list[int] = field(default_factory=list)
     """Page ids in token order."""
     num_computed_tokens: int = 0
-    """Tokens whose K and V exist."""
+    """Tokens whose K and V exist, or will once the device has done what was launched."""
     num_pending_tokens: int = 0
     """Output tokens, 1 at most, that a device chooses or has chosen and that the host does not know yet. They are not
     in `token_ids`, and count as known in everything below: the next step can be planned, and the device has them."""

@@ -162,7 +162,8 @@ class PrefillScheduler:
         return PrefillStep(tuple(batch), expired) if batch or expired else None
 
     def update(self, step: PrefillStep) -> None:
-        """Takes note that a step was computed. Finished prompts leave; their pages stay held until `release`."""
+        """Takes note that a step was computed, or launched. Finished prompts leave; their pages stay held until
+        `release`."""
         for entry in step.batch:
             sequence = entry.sequence
             sequence.num_computed_tokens += entry.num_new_tokens

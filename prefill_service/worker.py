@@ -345,10 +345,9 @@ class PrefillWorker(EngineLoop):
                 self._send_pages(request, entry.sequence.num_computed_tokens // self._parts.page_size)
 
     def _take_prompt_logits(self, prompt: PromptLogits) -> None:
-        sequence = prompt.scheduled.sequence
         # At its place, since a prompt that gave its pages back is computed again.
-        of_prompt = self._by_sequence[sequence.sequence_id].prompt_logprobs
-        of_prompt[sequence.num_computed_tokens :] = prompt_logprobs(prompt)
+        of_prompt = self._by_sequence[prompt.sequence.sequence_id].prompt_logprobs
+        of_prompt[prompt.start :] = prompt_logprobs(prompt)
 
     def _finish_prompt(self, request: _Request, choice: Choice) -> None:
         token = choice.token_id

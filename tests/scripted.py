@@ -41,7 +41,7 @@ class ScriptedRunner:
             if entry.sequence.token_ids[0] in self.broken:
                 logits[row] = float("nan")
         prompts = [
-            PromptLogits(entry, torch.zeros(entry.num_new_tokens, VOCAB))
+            PromptLogits(entry.sequence, entry.sequence.num_computed_tokens, torch.zeros(entry.num_new_tokens, VOCAB))
             for entry in batch
             if entry.sequence.sampling.prompt_logprobs
         ]

@@ -1,15 +1,19 @@
 """What loops that generate answers share: launch a step, deliver the tokens of the one before, choose the new ones.
 
-With overlap a device never waits for the host: while it computes step n, step n + 1 is planned and launched, with the
+With overlap a device does not wait for the host: while it computes step n, step n + 1 is planned and launched, with the
 tokens of step n as they are on the device, and only then the host waits for them, ends what they end, and tells the
 routers. Without overlap, which is for devices that compute while they are called, each step is delivered before the
 next is planned.
 
     plan n+1 ── launch n+1 ── wait for tokens of n, deliver ── choose tokens of n+1 (needs those of n: penalties)
 
+Three things make the host wait for step n + 1 before its turn ends: filters (see `sample`), log-probabilities of
+prompts, and, before it plans, a lack of pages, which the tokens of step n may end.
+
 A sequence whose end the host learns of while the next step is computed is computed once too often; that row is thrown
-away. Its pages are freed at once all the same: for a later step they are safe, since a device computes in order; and a
-foreign writer can hear of them only when events go out after the next turn's plan, and by then the step is over.
+away. Its pages are freed at once all the same. For a later step they are safe, since a device computes in order. To a
+foreign writer they can be given in the next turn at the earliest, and no event of that turn goes out before the step
+is over: whatever sends events there comes after `_deliver` or `run`, which wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from engine.model_runner import StepLogits, StepRunner
+from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.sampler import Choice, SampledTokens, sample
 from engine.sequence import ScheduledSequence, Sequence
 from protos import worker_pb2
@@ -113,12 +117,17 @@ class AnsweringLoop(EngineLoop, Generic[StepT, RequestT]):
     def _note_time(self, step: StepT, seconds: float, is_over: bool) -> None:
         """How long a step took; is_over: it was waited for."""
 
+    def _take_prompt_logits(self, prompts: Seq[PromptLogits]) -> None:
+        """Logits of prompts, of a step that may still be computed."""
+
     def _step(self) -> bool:
+        had_one_under_way = self._has_step_under_way()  # to plan may be to deliver it, and to find nothing left to run
         step = self._plan()
         if step is not None and step.batch:
             self._run(step)
             return True
-        return self._deliver_under_way() or step is not None
+        self._deliver_under_way()
+        return step is not None or had_one_under_way
 
     def _has_step_under_way(self) -> bool:
         return self._under_way is not None
@@ -143,7 +152,9 @@ class AnsweringLoop(EngineLoop, Generic[StepT, RequestT]):
             self._advance(step, logits)
             if before is not None:
                 self._deliver(before)
-                self._parts.sessions.flush()  # to choose may be to wait
+                if logits.prompts or any(entry.sequence.sampling.has_filter for entry in logits.scheduled):
+                    self._parts.sessions.flush()  # rather than after waiting for this step
+            self._take_prompt_logits(logits.prompts)
             launched = self._choose(step, logits, started)
             if self._overlaps and launched.tokens is not None:
                 self._under_way = launched

@@ -59,7 +59,7 @@ class EngineLoop(ABC):
 
     @abstractmethod
     def _step(self) -> bool:
-        """Plans, computes and delivers a step. False: there was nothing to do."""
+        """Plans, launches and delivers steps. False: there was nothing to do."""
 
     @abstractmethod
     def _report_load(self) -> None:
@@ -75,7 +75,7 @@ class EngineLoop(ABC):
 
     @abstractmethod
     def _has_open_work(self) -> bool:
-        """Whether a request runs, or a page may still be touched by a transfer."""
+        """Whether a request runs, a step is under way, or a page may still be touched by a transfer."""
 
     @abstractmethod
     def _page_owners(self) -> PageOwners:

@@ -49,7 +49,7 @@ def prompt_logprobs(prompt: PromptLogits) -> list[TokenLogprobs]:
 
     The logits behind each token tell the probability of the next; those behind the last one are of the output.
     """
-    sequence, start = prompt.scheduled.sequence, prompt.scheduled.sequence.num_computed_tokens
+    sequence, start = prompt.sequence, prompt.start
     following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]
     return logprobs_at(prompt.logits[: len(following)], following, sequence.sampling.num_logprobs or 0)
 

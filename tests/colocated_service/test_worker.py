@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from colocated_service import worker
 from colocated_service.config import ColocatedConfig
 from colocated_service.worker import ColocatedWorker
 from engine.config import EngineConfig
@@ -223,3 +224,17 @@ def test_a_drained_worker_runs_on_or_hands_over_and_ends():
     assert handed.is_draining
     assert list(handed.output_token_ids)
     assert rig.pool.counts().held == 0
+
+
+def test_logprobs_of_a_prompt_do_not_hold_back_running_answers(monkeypatch):
+    """They wait for the step that was just launched; tokens of the one before are out by then."""
+    rig, log = Rig(overlap="on"), []
+    rig.generate("running", token_ids=(1,) * 4, max_tokens=9)
+    rig.turn(2)
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=0, prompt_logprobs=True)
+    rig.generate("new", token_ids=range(1, 9), sampling=sampling)
+    monkeypatch.setattr(rig.sessions, "flush", lambda: log.append(f"{len(rig.tokens('running'))} tokens are out"))
+    take = worker.prompt_logprobs
+    monkeypatch.setattr(worker, "prompt_logprobs", lambda prompt: (log.append("wait"), take(prompt))[1])
+    rig.turn()
+    assert log[:2] == ["2 tokens are out", "wait"]

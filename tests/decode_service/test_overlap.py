@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.sampler import Choice
+from engine.sequence import Sequence
 from protos import inference_pb2, kv_pb2, worker_pb2
 from tests.decode_service.test_worker import Rig
 from worker import answering_loop
@@ -257,3 +258,45 @@ def test_a_first_token_from_prefill_is_known_from_the_start(rig, device):
     assert sequence.token_ids[10:] == [9]
     assert sequence.num_pending_tokens == 1, "its first step is under way"
     assert sequence.num_output_tokens == 2
+
+
+@pytest.mark.parametrize("admission", ["full", "learned"])
+def test_a_pending_last_token_takes_no_page(monkeypatch, admission):
+    """4 prompt tokens and an answer of 5 need 2 pages, since the last token's KV is never computed; two fit 4 pages."""
+    rig = Rig(num_pages=4, prefix_cache=False, overlap="on", admission=admission)
+    Device(rig, monkeypatch)
+    begin(rig, "a", token_ids=(1,) * 4, max_tokens=5)
+    scheduler, seen = rig.worker._scheduler, set()
+    while sequence := rig.worker._by_sequence.get("a#0"):
+        new = Sequence("new", [2] * 4, 4)
+        assert scheduler.reserve(new, 5) is None
+        scheduler.release(new)
+        seen.add(sequence.sequence.num_tokens)
+        rig.turn()
+    assert max(seen) == 9
+
+
+def test_a_pending_token_is_not_learned_as_part_of_an_answer(rig, device, monkeypatch):
+    """The router found a stop string in what it has."""
+    learned = []
+    monkeypatch.setattr(rig.worker._scheduler.lengths, "learn", lambda length, most: learned.append(length))
+    begin(rig, max_tokens=40)
+    rig.turn()
+    known = 1 + len(rig.tokens())
+    rig.inbox.put(
+        SessionCommand(1, worker_pb2.SessionRequest(abort=worker_pb2.AbortCommand(request_id="r", is_complete=True)))
+    )
+    rig.turn()
+    assert learned == [known]
+
+
+def test_known_tokens_go_out_before_a_step_is_waited_for(rig, monkeypatch):
+    """To choose with a filter is to wait for the step that was just launched."""
+    device = Device(rig, monkeypatch)
+    sampling = worker_pb2.SamplingConfig(top_p=0.9, temperature=1.0, repetition_penalty=1.0)
+    begin(rig, max_tokens=40, sampling=sampling)
+    flush = rig.sessions.flush
+    monkeypatch.setattr(rig.sessions, "flush", lambda: (device.log.append("flush"), flush()))
+    device.log.clear()
+    rig.turn()
+    assert device.log == ["launch 2", "wait for 1", "flush", "choose 2", "flush"]
