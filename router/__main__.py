@@ -65,7 +65,9 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         why_not_ready=lambda: "" if dispatcher.pool.ready_pairs() else dispatcher.pool.why_not_ready(),
         count_end=lambda status: metrics.ended.labels(status).inc(),
     )
-    http = HttpServer(http_api.app, config.process.host, config.http_port, config.drain_seconds)
+    tls = tls_files(config.process)
+    https = tls.https(config.tls_clients == "verified") if tls is not None and config.http_tls else None
+    http = HttpServer(http_api.app, config.process.host, config.http_port, config.drain_seconds, https)
     metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
     await server.start()
     http.start()
@@ -82,7 +84,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     log.info("router listens", extra={"address": server.address, "model": model_name})
     ready_content: dict[str, object] = {
         "address": server.address,
-        "http": f"http://{config.process.host}:{http.port}",
+        "http": f"{http.scheme}://{config.process.host}:{http.port}",
         "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
         "health_port": server.health_port,
         "pid": os.getpid(),
@@ -90,6 +92,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     }
     was_ready = announced = False
     while not stop.is_set():
+        http.renew_certificate()
         pairs = len(dispatcher.pool.ready_pairs())
         metrics.ready_pairs.set(pairs)
         if (pairs > 0) != was_ready:

@@ -67,6 +67,9 @@ class RouterConfig:
     round_robin, each in its turn, for comparison."""
     tls_clients: Literal["any", "verified"] = "any"
     """With --tls-folder, who may call this router: anybody, or only clients with a certificate of the same CA."""
+    http_tls: bool = True
+    """With --tls-folder, the HTTP front speaks TLS too, with the same files and for the same clients. --no-http-tls:
+    in the clear, for those behind a proxy that ends TLS."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""

@@ -35,6 +35,7 @@ from router.generation import Generator
 from router.openai_models import ChatBody, CompletionBody, body_error
 from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, RequestError
 from rpc.server import PortInUse
+from rpc.tls import HttpsContext
 
 log = logging.getLogger(__name__)
 
@@ -449,7 +450,9 @@ def _event(chunk: dict[str, Any]) -> str:
 class HttpServer:
     """Runs the app on the current event loop."""
 
-    def __init__(self, app: Starlette, host: str, port: int, drain_seconds: float = 2.0) -> None:
+    def __init__(
+        self, app: Starlette, host: str, port: int, drain_seconds: float = 2.0, tls: HttpsContext | None = None
+    ) -> None:
         """Binds the port; 0 picks a free one. Raises PortInUse. drain_seconds: for what runs when it is stopped."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # With the protocol named: only then asyncio sets TCP_NODELAY, without which tokens wait 40 ms for each other.
@@ -468,12 +471,26 @@ class HttpServer:
             access_log=False,
             timeout_graceful_shutdown=max(1, round(drain_seconds)),
         )
+        self._tls = tls
+        if tls is not None:
+            config.load()
+            config.ssl = tls.context
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to serve."""
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+
+    @property
+    def scheme(self) -> str:
+        """http or https."""
+        return "http" if self._tls is None else "https"
+
+    def renew_certificate(self) -> None:
+        """Takes up files that changed."""
+        if self._tls is not None:
+            self._tls.renew()
 
     async def stop(self) -> None:
         """Takes nothing new, lets what runs end in its time, and ends."""

@@ -3,11 +3,13 @@
 A folder holds `tls.crt`, `tls.key` and `ca.crt`, as cert-manager writes them into a Secret. Workers are reached by
 addresses that change, so certificates do not name those: each has to be valid for the name TLS_NAME, and whoever has
 one that the CA signed is one of us. Files that are renewed are read again: by servers at the next handshake, by
-channels when they are opened.
+channels when they are opened. An HTTP server looks when it is told to.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -40,7 +42,7 @@ class TlsFiles:
 
     def server_credentials(self, verify_clients: bool) -> grpc.ServerCredentials:
         """For a server; verify_clients: only those with a certificate of our CA may call. Raises ConfigError."""
-        seen = self._changed_at()
+        seen = self.changed_at()
         # gRPC takes None for "as before"; its types do not know.
         unchanged = cast(grpc.ServerCertificateConfiguration, None)
 
@@ -50,7 +52,7 @@ class TlsFiles:
 
         def fetch() -> grpc.ServerCertificateConfiguration:
             nonlocal seen
-            now = self._changed_at()
+            now = self.changed_at()
             if now == seen:
                 return unchanged
             try:
@@ -67,11 +69,46 @@ class TlsFiles:
         certificate, key, ca = self.read()
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
-    def _changed_at(self) -> tuple[int, ...]:
+    def https(self, verify_clients: bool) -> HttpsContext:
+        """For an HTTP server; verify_clients: as for gRPC. Raises ConfigError."""
+        return HttpsContext(self, verify_clients)
+
+    def changed_at(self) -> tuple[int, ...]:
+        """Differs once a file was replaced."""
         try:
             return tuple((self.folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key", "ca.crt"))
         except OSError:
             return ()
+
+
+class HttpsContext:
+    """What an HTTP server needs for TLS. `renew`, called now and then, takes up files that changed."""
+
+    def __init__(self, files: TlsFiles, verify_clients: bool) -> None:
+        """Raises ConfigError."""
+        self._files, self._seen = files, files.changed_at()
+        files.read()
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if verify_clients:
+            self.context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            self._load()
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--tls-folder {files.folder}: certificate and key can't be used: {error}") from error
+
+    def renew(self) -> None:
+        """From the next handshake on, what is in the files now; what was there before, while they are replaced."""
+        changed_at = self._files.changed_at()
+        if changed_at != self._seen:
+            with contextlib.suppress(OSError, ssl.SSLError):  # it looks again the next time
+                self._load()
+                self._seen = changed_at
+
+    def _load(self) -> None:
+        folder = self._files.folder
+        self.context.load_verify_locations(folder / "ca.crt")  # in addition to what was there before
+        self.context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
 
 
 def tls_files(config: ProcessConfig) -> TlsFiles | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import ssl
 import subprocess
 import sys
 import time
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -71,6 +73,20 @@ def test_the_command_line_speaks_it_too(secure):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "1 ready pairs" in done.stdout
+
+
+def test_http_is_tls_too(secure):
+    ca, info = secure
+    url = info["router"]["http"]
+    assert url.startswith("https://")
+    body = {"model": info["router"]["model"], "prompt": "abc", "max_tokens": 5, "ignore_eos": True, "stream": True}
+    with httpx.Client(verify=ssl.create_default_context(cafile=ca), timeout=30) as client:
+        request = client.build_request("POST", f"{url}/v1/completions", json=body)
+        request.extensions["sni_hostname"] = "kvferry"
+        lines = [line for line in client.send(request).text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    with httpx.Client(timeout=5) as client, pytest.raises(httpx.TransportError):
+        client.get(url.replace("https", "http") + "/v1/models")
 
 
 def test_who_speaks_in_the_clear_is_not_served(secure):

@@ -1,13 +1,22 @@
-"""The HTTP front's socket."""
+"""The HTTP front's socket, and its TLS."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
 
+import httpx
+import pytest
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from router.http_api import HttpServer
+from rpc.config import ConfigError
+from rpc.tls import TlsFiles
+from tests.rpc.certificates import Authority
 
 
 async def test_tokens_do_not_wait_for_each_other_in_the_network():
@@ -26,3 +35,93 @@ async def test_tokens_do_not_wait_for_each_other_in_the_network():
     assert await asyncio.wait_for(accepted, 5)
     writer.close()
     listener.close()
+
+
+@pytest.fixture(scope="module")
+def ca(tmp_path_factory):
+    return Authority(tmp_path_factory.mktemp("tls") / "ca")
+
+
+@pytest.fixture
+def files(ca, tmp_path):
+    return TlsFiles(ca.issue(tmp_path / "router"))
+
+
+@contextlib.asynccontextmanager
+async def serving(files, verify_clients=False):
+    app = Starlette(routes=[Route("/scheme", lambda request: PlainTextResponse(request.url.scheme))])
+    server = HttpServer(app, "127.0.0.1", 0, tls=files.https(verify_clients))
+    server.start()
+    while not server._server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+def client(ca, certificate=None):
+    """One that trusts the CA, with a certificate if it has one."""
+    context = ssl.create_default_context(cafile=ca.folder / "ca.crt")
+    if certificate is not None:
+        context.load_cert_chain(certificate / "tls.crt", certificate / "tls.key")
+    return httpx.AsyncClient(verify=context, timeout=5)
+
+
+async def ask(client, server, scheme="https"):
+    async with client:
+        request = client.build_request("GET", f"{scheme}://127.0.0.1:{server.port}/scheme")
+        request.extensions["sni_hostname"] = "kvferry"
+        return (await client.send(request)).text
+
+
+async def test_http_over_tls(ca, files):
+    async with serving(files) as server:
+        assert server.scheme == "https"
+        assert await ask(client(ca), server) == "https"
+        with pytest.raises(httpx.TransportError):
+            await ask(client(ca), server, "http")
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            await ask(httpx.AsyncClient(timeout=5), server)
+
+
+async def test_http_clients_may_have_to_show_who_they_are(ca, files, tmp_path):
+    async with serving(files, verify_clients=True) as server:
+        assert await ask(client(ca, ca.issue(tmp_path / "client")), server) == "https"
+        with pytest.raises(httpx.TransportError):
+            await ask(client(ca), server)
+        stranger = Authority(tmp_path / "other").issue(tmp_path / "stranger")
+        with pytest.raises(httpx.TransportError):
+            await ask(client(ca, stranger), server)
+
+
+def shown_certificate(ca, server):
+    context = ssl.create_default_context(cafile=ca.folder / "ca.crt")
+    with (
+        socket.create_connection(("127.0.0.1", server.port), 5) as plain,
+        context.wrap_socket(plain, server_hostname="kvferry") as connection,
+    ):
+        return connection.getpeercert()["serialNumber"]
+
+
+async def test_a_renewed_certificate_is_shown_without_a_restart(ca, files):
+    async with serving(files) as server:
+        first = await asyncio.to_thread(shown_certificate, ca, server)
+        ca.issue(files.folder)
+        assert await asyncio.to_thread(shown_certificate, ca, server) == first
+        server.renew_certificate()
+        renewed = await asyncio.to_thread(shown_certificate, ca, server)
+        assert renewed != first
+        (files.folder / "tls.crt").write_text("half written")
+        server.renew_certificate()
+        assert await asyncio.to_thread(shown_certificate, ca, server) == renewed
+        ca.issue(files.folder)
+        server.renew_certificate()
+        assert await asyncio.to_thread(shown_certificate, ca, server) not in (first, renewed)
+
+
+def test_a_certificate_that_does_not_fit_its_key_is_named(ca, files, tmp_path):
+    other = ca.issue(tmp_path / "other")
+    (other / "tls.key").replace(files.folder / "tls.key")
+    with pytest.raises(ConfigError, match=r"--tls-folder .*certificate and key can't be used"):
+        files.https(False)
