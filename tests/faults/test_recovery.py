@@ -17,7 +17,7 @@ from kvferry.client import AsyncClient, Client, KvferryError
 from tests.chaos.load import Load
 from tests.faults.faulty_kvferry import FAULTY, Faults
 from tests.faults.link_proxy import LinkProxy
-from tests.integration.support import running_cluster, wait_for
+from tests.integration.support import first_tokens, running_cluster, wait_for
 
 IDS = range(2, 258)
 MAX_TOKENS = 150
@@ -132,12 +132,16 @@ async def gets_work(cluster, process):
 async def drain(cluster, process):
     """SIGTERM under load; gives how many requests were handed over. Nothing is lost, and it exits with 0 in time."""
     before = cluster.metrics("router").get("kvferry_request_retries_total,draining", 0)
-    async with Running(cluster):
+    async with Running(cluster), AsyncClient(cluster.address) as client:
         await gets_work(cluster, process)
+        # Some of these are sure to run on each decode worker.
+        prompts = [[number] * 20 for number in range(10, 18)]
+        long_ones = await first_tokens([client.generate(p, max_tokens=400, **GREEDY) for p in prompts])
         process.popen.terminate()
         started = time.monotonic()
         assert await asyncio.to_thread(process.popen.wait) == 0
         assert time.monotonic() - started < 8
+        assert {len(result.token_ids) for result in await asyncio.gather(*long_ones)} == {400}
     return cluster.metrics("router").get("kvferry_request_retries_total,draining", 0) - before
 
 
