@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -149,6 +150,12 @@ class StepGraphs:
             logits: torch.Tensor = self._model(**inputs).logits[0].float()
             return logits
 
+        graph, logits = self._capture(forward)
+        return _Recording(graph, plan, token_ids, positions, logits)
+
+    def _capture(self, forward: Callable[[], torch.Tensor | None]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
+        """A graph that does what `forward` does, and what it returned, which each replay writes anew."""
+        device = self._backend.device
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
@@ -157,6 +164,6 @@ class StepGraphs:
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits = forward()
+            output = forward()
         self._pool = self._pool or graph.pool()
-        return _Recording(graph, plan, token_ids, positions, logits)
+        return graph, output
