@@ -16,7 +16,7 @@ COPY constraints.txt .
 RUN pip install --no-cache-dir --constraint constraints.txt torch setuptools
 COPY . .
 # A second install of the dependencies costs nothing where they are there already.
-RUN pip install --no-cache-dir --constraint constraints.txt .
+RUN pip install --no-cache-dir --constraint constraints.txt ".[tracing]"
 
 FROM python:3.11-slim-bookworm AS cpu
 # A compiler for the decode kernel, which is built for the processor it runs on. Without it steps in bf16 are slower.
@@ -50,7 +50,7 @@ WORKDIR /src
 RUN pip install --no-cache-dir "torch>=2.8" "setuptools>=77"
 COPY . .
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir ".[gpu]"
+RUN pip install --no-cache-dir ".[gpu,tracing]"
 
 FROM python-gpu AS gpu
 # FlashInfer builds the kernels of a model's kind of heads at the first start: a compiler, and the headers they include.

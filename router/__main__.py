@@ -18,6 +18,7 @@ from router.http_api import HttpApi, HttpServer
 from router.metrics import RouterMetrics
 from router.servicer import ADMIN_SERVICE_NAME, SERVICE_NAME, AdminServicer, InferenceServicer
 from router.tokenizer import Tokenizer, TokenizerError
+from router.tracing import Tracing
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
@@ -54,7 +55,10 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         health_port=config.process.health_port,
     )
     dispatcher = Dispatcher(config, tokenizer.file_hash, metrics)
-    generator = Generator(dispatcher, tokenizer, model_name, metrics)
+    tracing = None
+    if config.otlp_endpoint:
+        tracing = Tracing.to_collector(config.otlp_endpoint, config.router_id, model_name)
+    generator = Generator(dispatcher, tokenizer, model_name, metrics, tracing)
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(
         InferenceServicer(generator, dispatcher, tokenizer, metrics), server.server
     )
@@ -111,6 +115,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
     # Clients are told to connect elsewhere (GOAWAY, closed listeners); what runs goes on.
     await asyncio.gather(server.stop(config.drain_seconds), http.stop())
     await dispatcher.pool.close()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     return 0
 
 

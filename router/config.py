@@ -70,6 +70,9 @@ class RouterConfig:
     http_tls: bool = True
     """With --tls-folder, the HTTP front speaks TLS too, with the same files and for the same clients. --no-http-tls:
     in the clear, for those behind a proxy that ends TLS."""
+    otlp_endpoint: str = ""
+    """Where traces of requests go: an OpenTelemetry collector's OTLP/gRPC address, such as http://collector:4317. Needs
+    `pip install kvferry[tracing]`; OTEL_* variables (sampler, resource, headers) are honoured. Empty: no traces."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""
@@ -86,6 +89,8 @@ class RouterConfig:
                     raise ValueError(f"{flag} has {address!r}; it must look like host:port or dns:///name:port")
         if not 0 <= self.http_port <= 65535:
             raise ValueError(f"--http-port is {self.http_port}; it must be between 0 and 65535")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"--otlp-endpoint is {self.otlp_endpoint!r}; it must look like http://collector:4317")
         if self.max_queue_requests < 1:
             raise ValueError(f"--max-queue-requests is {self.max_queue_requests}; at least 1 is needed")
         for flag, limit in (

@@ -210,9 +210,10 @@ class Dispatcher:
         self._bind_waiting()
 
     def _reserve(self, request: Request, prefill: WorkerLink, decode: WorkerLink) -> None:
-        assert prefill.info is not None
+        assert prefill.info is not None and decode.info is not None
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
+        request.prefill_worker, request.decode_worker = prefill.info.worker_id, decode.info.worker_id
         self._num_bound += 1
         prefill.last_bound = decode.last_bound = self._num_bound
         request.model_hashes = model_hashes(prefill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from protos import inference_pb2
@@ -15,8 +15,9 @@ from router.metrics import RouterMetrics
 from router.output_stream import OutputStream
 from router.request import Request
 from router.tokenizer import Tokenizer
+from router.tracing import NO_HEADERS, RequestTrace, Tracing
 from router.validation import CheckedRequest, ClusterLimits, check_request
-from rpc.errors import AlreadyExists, Unavailable
+from rpc.errors import AlreadyExists, Cancelled, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,16 @@ BYTES_TO_CHECK_AT_ONCE = 20_000
 class Generator:
     """Serves generate requests with a dispatcher."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: Tokenizer, model_name: str, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        model_name: str,
+        metrics: RouterMetrics,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._dispatcher, self._tokenizer, self.model_name = dispatcher, tokenizer, model_name
-        self._metrics = metrics
+        self._metrics, self._tracing = metrics, tracing
         self._limits: ClusterLimits | None = None
         self._running_ids: set[str] = set()
 
@@ -50,13 +58,40 @@ class Generator:
             await asyncio.sleep(FIRST_LIMITS_POLL_SECONDS)
         return self.limits()
 
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
+    def generate(
+        self,
+        request: inference_pb2.GenerateRequest,
+        deadline_seconds: float | None,
+        headers: Mapping[str, str] = NO_HEADERS,
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         """Streams the answers. Raises RequestError. Closing the iterator cancels the request everywhere.
 
         deadline_seconds: time left to the client's deadline; None: no deadline.
+        headers: what came with the request, names in lower case; a `traceparent` is whose part its trace is.
         """
+        if self._tracing is None:
+            return self._generate(request, deadline_seconds, [])
+        return self._traced(self._tracing.begin(headers), request, deadline_seconds)
+
+    async def _traced(
+        self, trace: RequestTrace, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        answers: list[Answer] = []
+        error: BaseException | None = None
+        try:
+            async with aclosing(self._generate(request, deadline_seconds, answers)) as responses:
+                async for response in responses:
+                    yield response
+        except BaseException as caught:
+            error = caught if isinstance(caught, Exception) else Cancelled("the client went away")
+            raise
+        finally:
+            trace.end(answers, error)
+
+    async def _generate(
+        self, request: inference_pb2.GenerateRequest, deadline_seconds: float | None, answers: list[Answer]
+    ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
+        """See `generate`. answers: takes them, once the request is accepted."""
         limits = await self._first_limits()
         if request.ByteSize() > BYTES_TO_CHECK_AT_ONCE:
             # Tokenizing a long text takes long; other streams must not wait for it.
@@ -68,7 +103,7 @@ class Generator:
         self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids), deadline_seconds)
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         news = asyncio.Event()
-        answers = [
+        answers += [
             Answer(Request(checked.answer(index), deadline, output=OutputStream(news)), index, self._tokenizer)
             for index in range(checked.num_answers)
         ]

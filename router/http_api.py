@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -142,7 +142,7 @@ class HttpApi:
         except ClientDisconnect:
             return Response(status_code=499)
         form.begin(self._generator.model_name, body.n, body.stream_options)
-        responses = self._generate(asked, body.timeout)
+        responses = self._generate(asked, body.timeout, request.headers)
         try:
             # The first response decides the status code: what can be refused is refused before anything is sent.
             first = await _unless_gone(request, anext(responses, None))
@@ -163,7 +163,7 @@ class HttpApi:
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
     async def _generate(
-        self, requests: list[inference_pb2.GenerateRequest], timeout: float | None
+        self, requests: list[inference_pb2.GenerateRequest], timeout: float | None, headers: Mapping[str, str]
     ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
         """Responses of all prompts as they come. Counts how each request ended; closing it cancels them all."""
         queue: asyncio.Queue[tuple[int, inference_pb2.GenerateResponse | Exception | None]] = asyncio.Queue(maxsize=64)
@@ -174,7 +174,7 @@ class HttpApi:
             try:
                 async with (
                     asyncio.timeout(timeout),
-                    aclosing(self._generator.generate(request, timeout)) as responses,
+                    aclosing(self._generator.generate(request, timeout, headers)) as responses,
                 ):
                     async for response in responses:
                         await queue.put((place, response))

@@ -70,6 +70,10 @@ class Request:
     """The open decode leg."""
     is_answered: bool = False
     """The last token is known."""
+    prefill_worker: str = ""
+    """Name of the last worker that was to compute the prompt."""
+    decode_worker: str = ""
+    """Name of the last worker that was to generate."""
     num_bound_tokens: int = 0
     """Tokens that the prefill worker it is bound to has to compute, as far as known."""
     prompt_number: int | None = None

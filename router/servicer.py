@@ -38,7 +38,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams an answer."""
-        responses = self._generator.generate(request, context.time_remaining())
+        headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
+        responses = self._generator.generate(request, context.time_remaining(), headers)
         status = "CANCELLED"
         try:
             async for response in responses:

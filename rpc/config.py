@@ -25,7 +25,7 @@ class ProcessConfig:
     """HTTP port of /metrics; 0 picks a free one."""
     tls_folder: Path | None = None
     """Folder with tls.crt, tls.key and ca.crt: gRPC over TLS, mutual between kvferry's own processes. Certificates must
-    be valid for the name kvferry. Pages over UCX, metrics and the HTTP front are not encrypted by this."""
+    be valid for the name kvferry. Pages over UCX and metrics are not encrypted by this."""
     health_port: int | None = None
     """A second gRPC port, never TLS, with nothing but the health service: for probes. Unset: none; 0: a free one."""
     ready_file: Path | None = None
