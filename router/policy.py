@@ -25,10 +25,10 @@ def choose_pair(request: Request, pairs: Seq[Pair], routing: Routing = "cache_aw
 
 
 def can_serve(request: Request, pair: Pair) -> bool:
-    """Whether a pair, when idle, could serve a request: enough pages on both sides, and the model that began it."""
+    """Whether a pair, when idle, could serve a request: enough pages on both sides, and the model of its tokens."""
     prefill, decode = pair
     assert prefill.info is not None and decode.info is not None
-    if request.model_hashes not in (None, model_hashes(prefill)):
+    if request.output_token_ids and request.model_hashes != model_hashes(prefill):
         return False
     prefill_limits, decode_limits = prefill.info.limits, decode.info.limits
     return (

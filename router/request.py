@@ -89,7 +89,7 @@ class Request:
     num_retries: int = 0
     """Further attempts since the last token."""
     model_hashes: tuple[str, str] | None = None
-    """Which model began the answer; no other may go on with it."""
+    """Which model it is bound to, or was last. Once there are tokens, no other may go on with them."""
     was_preempted: bool = False
     """A decode worker handed it back."""
     num_cached_tokens: int = 0

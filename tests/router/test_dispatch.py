@@ -354,6 +354,27 @@ async def test_another_model_does_not_go_on_with_an_answer():
     assert request.state is RequestState.QUEUED
 
 
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_another_model_may_begin_an_answer_that_has_no_token_yet(lost):
+    """In a rollout, requests that the old generation took and did not begin are the new one's."""
+    rig = Rig(prefill=2, decode=2)
+    request = rig.submit()
+    other = next(link for link in rig.prefill if link is not request.prefill)
+    other.info.fingerprint.weights_hash = "other"
+    request.prefill.ready_peers = {request.decode.agent_name}
+    other.ready_peers = {d.agent_name for d in rig.decode if d is not request.decode}
+    rig.reserved(request, request.decode)
+    if lost == "decode":  # its token may come before the first one, and goes with it
+        rig.tokens(request, request.decode, 1, 12)
+    rig.lose(getattr(request, lost))
+    assert request.state is not RequestState.QUEUED
+    assert request.prefill is other
+    rig.reserved(request, request.decode)
+    rig.tokens(request, other, 0, 21)
+    rig.tokens(request, request.decode, 1, 22)
+    assert ids(events(request)) == [21, 22]
+
+
 async def test_attempts_that_bring_tokens_are_not_counted_against_a_long_answer():
     rig = Rig(decode=2)
     request = rig.submit(max_tokens=100)
