@@ -72,7 +72,7 @@ class RouterConfig:
     in the clear, for those behind a proxy that ends TLS."""
     otlp_endpoint: str = ""
     """Where traces of requests go: an OpenTelemetry collector's OTLP/gRPC address, such as http://collector:4317. Needs
-    `pip install kvferry[tracing]`; OTEL_* variables (sampler, resource, headers) are honoured. Empty: no traces."""
+    `pip install .[tracing]`; OTEL_* variables (sampler, resource, headers) are honoured. Empty: no traces."""
     max_unread_tokens: int = 8192
     """Tokens that may wait for a client that reads slowly, beside what the network holds; with one more its request
     is ended with RESOURCE_EXHAUSTED."""

@@ -213,7 +213,7 @@ class Dispatcher:
         assert prefill.info is not None and decode.info is not None
         request.state = RequestState.RESERVING
         request.prefill, request.decode = prefill, decode
-        request.prefill_worker, request.decode_worker = prefill.info.worker_id, decode.info.worker_id
+        request.attempts[-1].workers = prefill.info.worker_id, decode.info.worker_id
         self._num_bound += 1
         prefill.last_bound = decode.last_bound = self._num_bound
         request.model_hashes = model_hashes(prefill)
@@ -422,7 +422,7 @@ class Dispatcher:
         if self._is_hopeless(request):
             self._finish(request, error)
             return
-        request.begin_attempt()
+        request.begin_attempt(error.message)
         log.info(
             "request goes on elsewhere",
             extra={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -17,7 +18,7 @@ from router.request import Request
 from router.tokenizer import Tokenizer
 from router.tracing import NO_HEADERS, RequestTrace, Tracing
 from router.validation import CheckedRequest, ClusterLimits, check_request
-from rpc.errors import AlreadyExists, Cancelled, Unavailable
+from rpc.errors import AlreadyExists, Cancelled, DeadlineExceeded, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +78,18 @@ class Generator:
         self, trace: RequestTrace, request: inference_pb2.GenerateRequest, deadline_seconds: float | None
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         answers: list[Answer] = []
-        error: BaseException | None = None
+        error: Exception | None = None
+        deadline = math.inf if deadline_seconds is None else time.monotonic() + deadline_seconds
         try:
             async with aclosing(self._generate(request, deadline_seconds, answers)) as responses:
                 async for response in responses:
                     yield response
-        except BaseException as caught:
-            error = caught if isinstance(caught, Exception) else Cancelled("the client went away")
+        except Exception as caught:
+            error = caught
+            raise
+        except BaseException:  # cancelled from outside
+            is_late = time.monotonic() >= deadline
+            error = DeadlineExceeded("the deadline passed") if is_late else Cancelled("it was cancelled")
             raise
         finally:
             trace.end(answers, error)

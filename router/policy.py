@@ -25,12 +25,15 @@ def choose_pair(request: Request, pairs: Seq[Pair], routing: Routing = "cache_aw
 
 
 def can_serve(request: Request, pair: Pair) -> bool:
-    """Whether a pair, when idle, could serve a request: enough pages on both sides, and the model of its tokens."""
+    """Whether a pair, when idle, could serve a request: the model of its tokens, and enough of everything."""
     prefill, decode = pair
     assert prefill.info is not None and decode.info is not None
     if request.output_token_ids and request.model_hashes != model_hashes(prefill):
         return False
     prefill_limits, decode_limits = prefill.info.limits, decode.info.limits
+    # Checked already, but maybe with the limits of another generation of workers.
+    if request.max_num_tokens > prefill_limits.max_model_len or request.checked.vocab_size > prefill_limits.vocab_size:
+        return False
     return (
         _pages(len(request.token_ids), prefill_limits.page_size) <= prefill_limits.num_pages
         and _pages(request.max_num_tokens - 1, decode_limits.page_size) <= decode_limits.num_pages

@@ -52,6 +52,40 @@ class Order(NamedTuple):
 FIRST = Order(0, True, 0, 0)
 
 
+def stage_name(stage: worker_pb2.Stage.ValueType) -> str:
+    """As in `Timings`, without the unit."""
+    return worker_pb2.Stage.Name(stage).removeprefix("STAGE_").lower()
+
+
+STAGES = tuple(stage_name(stage) for stage in worker_pb2.Stage.values()[1:])
+"""In order."""
+
+
+@dataclass
+class AttemptStages:
+    """What an attempt reached and when, on the clock of time.monotonic()."""
+
+    began: float = field(default_factory=lambda: time.monotonic())
+    workers: tuple[str, str] = ("", "")
+    """Names of those that it was bound to last, for prefill and decode."""
+    reached: dict[str, float] = field(default_factory=dict)
+    """By stage."""
+    ended: float | None = None
+    """It was given up for another attempt."""
+    why: str = ""
+
+    def moments(self) -> list[tuple[str, float]]:
+        """Stages in order, from "queued" on. A stage is known from a message's age when it came, so it can only seem
+        too late."""
+        found: list[tuple[str, float]] = []
+        latest = math.inf
+        for stage in reversed(STAGES):
+            if (moment := self.reached.get(stage)) is not None:
+                latest = min(latest, moment)
+                found.append((stage, max(latest, self.began)))
+        return [("queued", self.began), *((s, m) for s, m in reversed(found) if s != "queued")]
+
+
 @dataclass(eq=False)
 class Request:
     """A request on its way."""
@@ -70,10 +104,8 @@ class Request:
     """The open decode leg."""
     is_answered: bool = False
     """The last token is known."""
-    prefill_worker: str = ""
-    """Name of the last worker that was to compute the prompt."""
-    decode_worker: str = ""
-    """Name of the last worker that was to generate."""
+    attempts: list[AttemptStages] = field(default_factory=lambda: [AttemptStages()])
+    """Of this attempt and those before, for traces."""
     num_bound_tokens: int = 0
     """Tokens that the prefill worker it is bound to has to compute, as far as known."""
     prompt_number: int | None = None
@@ -142,20 +174,23 @@ class Request:
         """Takes note of stages that a worker reached. A later attempt overwrites an earlier one."""
         now = time.monotonic()
         for stamp in stamps:
-            name = worker_pb2.Stage.Name(stamp.stage).removeprefix("STAGE_").lower()
-            setattr(self.timings, f"{name}_ms", (now - stamp.age_us / 1e6 - self.received) * 1e3)
+            self._reach(stage_name(stamp.stage), now - stamp.age_us / 1e6)
 
     def stamp_now(self, stage: str) -> None:
         """Takes note of a stage that the router reached."""
-        setattr(self.timings, f"{stage}_ms", (time.monotonic() - self.received) * 1e3)
+        self._reach(stage, time.monotonic())
+
+    def _reach(self, stage: str, moment: float) -> None:
+        setattr(self.timings, f"{stage}_ms", (moment - self.received) * 1e3)
+        self.attempts[-1].reached[stage] = moment
 
     def ordered_timings(self) -> inference_pb2.Timings:
         """The stages in order. A stage is known from a message's age when it came, so it can only seem too late."""
         ordered = inference_pb2.Timings()
         ordered.CopyFrom(self.timings)
         latest = math.inf
-        for stage in reversed(worker_pb2.Stage.values()[1:]):
-            name = f"{worker_pb2.Stage.Name(stage).removeprefix('STAGE_').lower()}_ms"
+        for stage in reversed(STAGES):
+            name = f"{stage}_ms"
             if reached := getattr(ordered, name):
                 latest = min(latest, reached)
                 setattr(ordered, name, latest)
@@ -203,9 +238,12 @@ class Request:
         total.transport = moved.transport
         total.gb_per_s = moved.gb_per_s
 
-    def begin_attempt(self) -> None:
-        """Back to the queue, ahead of new requests, with the tokens so far."""
+    def begin_attempt(self, reason: str = "") -> None:
+        """Back to the queue, ahead of new requests, with the tokens so far. reason: why the one before has ended."""
         self.attempt += 1
+        last = self.attempts[-1]
+        last.ended, last.why = time.monotonic(), reason
+        self.attempts.append(AttemptStages())
         self.prompt_number = None
         self.order = self.order._replace(is_new=False)
         self.state = RequestState.QUEUED

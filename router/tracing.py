@@ -1,39 +1,44 @@
 """Traces of requests for OpenTelemetry: what a request waited for and who computed it.
 
 One trace per request, or one span in the caller's trace if it sent a W3C `traceparent` (gRPC metadata, HTTP header).
-Workers know nothing of traces: the stages they stamp come to the router anyway, and become spans when a request ends.
+Workers know nothing of traces: the stages they stamp come to the router anyway, and become spans when a request ends,
+those of every attempt. The span in which a request or an attempt failed says why.
 Attributes follow the conventions for generative AI (https://opentelemetry.io/docs/specs/semconv/gen-ai/); ours begin
 with `kvferry.`. Sampling and resource are the SDK's, by its `OTEL_*` variables.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 import time
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from protos import inference_pb2
 from router.answer import Answer
 from rpc.config import ConfigError
+from rpc.errors import RequestError
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
 
 NO_HEADERS: Mapping[str, str] = {}
 CLOSE_SECONDS = 2.0
 """Most time for the last spans when the router ends; a collector that is gone must not hold it."""
-STAGES = (
-    ("queue", "queued", "reserved"),
-    ("wait for prefill", "reserved", "prefill_started"),
-    ("prefill", "prefill_started", "prefill_finished"),
-    ("transfer after prefill", "prefill_finished", "transfer_finished"),
-    ("wait for decode", "transfer_finished", "decode_started"),
-    ("decode", "decode_started", "finished"),
-)
-"""Name of a span, and the stages at which it begins and ends."""
+IN_STAGE = {
+    "queued": "queue",
+    "reserved": "wait for prefill",
+    "prefill_started": "prefill",
+    "prefill_finished": "transfer after prefill",
+    "transfer_finished": "wait for decode",
+    "decode_started": "decode",
+}
+"""What a request does once it has reached a stage: names of spans."""
+MOST_TRACEPARENT, MOST_TRACESTATE = 128, 512
+"""Characters: the specification's format, and what it says that everybody should carry."""
 
 
 class Tracing:
@@ -48,14 +53,23 @@ class Tracing:
         """Sends to an OTLP collector over gRPC. Raises ConfigError if the packages for it are not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError as error:
-            raise ConfigError(f"--otlp-endpoint needs packages: pip install 'kvferry[tracing]' ({error})") from error
-        resource = Resource.create({"service.name": "kvferry-router", "service.instance.id": router_id})
-        provider = TracerProvider(resource=resource)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+            raise ConfigError(
+                "--otlp-endpoint needs the packages opentelemetry-sdk and opentelemetry-exporter-otlp-proto-grpc "
+                f"(pip install '.[tracing]'): {error}"
+            ) from error
+        try:
+            # What the environment says goes before what we would say.
+            ours = Resource.create({"service.name": "kvferry-router", "service.instance.id": router_id})
+            provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
+            provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"--otlp-endpoint {endpoint}, or a variable OTEL_*: {error}") from error
+        # It warns of every tracestate that it can't read, and clients may send what they like.
+        logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         return cls(provider, model)
 
     def begin(self, headers: Mapping[str, str]) -> RequestTrace:
@@ -63,14 +77,20 @@ class Tracing:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract(headers)
+        carrier = {
+            name: headers[name]
+            for name, most in (("traceparent", MOST_TRACEPARENT), ("tracestate", MOST_TRACESTATE))
+            if 0 < len(headers.get(name, "")) <= most
+        }
+        now = time.time_ns()
         root = self._tracer.start_span(
             f"generate {self._model}",
-            parent,
+            TraceContextTextMapPropagator().extract(carrier),
             SpanKind.SERVER,
             {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": self._model},
+            start_time=now,
         )
-        return RequestTrace(self, root)
+        return RequestTrace(self._tracer, root, now - time.monotonic_ns())
 
     def close(self) -> None:
         """Sends what is left, if the collector takes it in time."""
@@ -78,70 +98,81 @@ class Tracing:
         closing.start()
         closing.join(CLOSE_SECONDS)
 
-    def start_stage(self, name: str, parent: Context, start_ns: int) -> Span:
-        """A span of the past."""
-        return self._tracer.start_span(name, parent, start_time=start_ns)
-
 
 class RequestTrace:
     """The trace of one request."""
 
-    def __init__(self, tracing: Tracing, root: Span) -> None:
-        self._tracing, self._root = tracing, root
+    def __init__(self, tracer: Tracer, root: Span, clock_origin: int) -> None:
+        """clock_origin: nanoseconds since 1970 at which time.monotonic() was 0, so that all times are of one clock."""
+        self._tracer, self._root, self._origin = tracer, root, clock_origin
 
-    def end(self, answers: list[Answer], error: BaseException | None) -> None:
+    def end(self, answers: Seq[Answer], error: Exception | None) -> None:
         """It is over, with this error if it did not come to its end; answers: none if it was refused."""
-        root = self._root
+        root, now = self._root, time.monotonic()
         if root.is_recording():
+            for answer in answers:
+                self._add_stages(answer, now, error)
             if answers:
-                self._describe(answers)
+                root.set_attributes(_attributes(answers))
             if error is not None:
-                self._set_error(error)
-        root.end()
+                _set_error(root, str(error), error_type(error))
+        root.end(self._at(now))
 
-    def _describe(self, answers: list[Answer]) -> None:
+    def _at(self, moment: float) -> int:
+        return self._origin + int(moment * 1e9)
+
+    def _add_stages(self, answer: Answer, now: float, error: Exception | None) -> None:
         from opentelemetry.trace import set_span_in_context
 
-        first, requests = answers[0].request, [answer.request for answer in answers]
-        attributes: dict[str, str | int | float] = {
-            "kvferry.request_id": first.checked.request_id,
-            "gen_ai.request.max_tokens": first.checked.stop.max_tokens,
-            "gen_ai.usage.input_tokens": len(first.checked.prompt_token_ids),
-            "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in answers),
-            "kvferry.cached_tokens": first.num_cached_tokens,
-            "kvferry.attempts": sum(request.attempt + 1 for request in requests),
-            "kvferry.kv_transfer.bytes": sum(request.kv_transfer.bytes for request in requests),
-            "kvferry.kv_transfer.transport": first.kv_transfer.transport,
-        }
-        self._root.set_attributes(attributes)
         parent = set_span_in_context(self._root)
-        origin = time.time_ns() - time.monotonic_ns()  # of the clock that requests are stamped by
-        for answer in answers:
-            request = answer.request
-            started = origin + int(request.received * 1e9)
-            timings = request.ordered_timings()
-            for name, begins, ends in STAGES:
-                span = _between(timings, begins, ends)
-                if span is None:
+        for number, attempt in enumerate(answer.request.attempts):
+            for (stage, begin), after in itertools.zip_longest(moments := attempt.moments(), moments[1:]):
+                if (name := _span_name(stage, after)) is None:
                     continue
-                stage = self._tracing.start_stage(name, parent, started + int(span[0] * 1e6))
-                stage.set_attribute("kvferry.choice", answer.index)
-                if worker := {"prefill": request.prefill_worker, "decode": request.decode_worker}.get(name):
-                    stage.set_attribute("kvferry.worker", worker)
-                stage.end(started + int(span[1] * 1e6))
+                end = after[1] if after is not None else attempt.ended or now
+                span = self._tracer.start_span(name, parent, start_time=self._at(begin))
+                span.set_attributes({"kvferry.choice": answer.index, "kvferry.attempt": number})
+                prefill_worker, decode_worker = attempt.workers
+                if worker := {"prefill": prefill_worker, "decode": decode_worker}.get(name):
+                    span.set_attribute("kvferry.worker", worker)
+                if after is None:  # it did not get further
+                    if attempt.ended is not None:
+                        _set_error(span, attempt.why)
+                    elif error is not None:
+                        _set_error(span, str(error), error_type(error))
+                span.end(self._at(end))
 
-    def _set_error(self, error: BaseException) -> None:
-        from opentelemetry.trace import Status, StatusCode
 
-        code = getattr(error, "code", None)
-        self._root.set_attribute("error.type", code.name if code is not None else type(error).__name__)
-        self._root.set_status(Status(StatusCode.ERROR, str(error)))
+def _span_name(stage: str, after: tuple[str, float] | None) -> str | None:
+    """What a request did between two stages; None if that was nothing."""
+    if stage == "prefill_finished" and after is not None and after[0] != "transfer_finished":
+        # One worker does both phases, or the first token ended the answer.
+        return "wait for decode" if after[0] == "decode_started" else None
+    return IN_STAGE.get(stage)
 
 
-def _between(timings: inference_pb2.Timings, begins: str, ends: str) -> tuple[float, float] | None:
-    """Milliseconds after the request came at which a part of it began and ended; None if it was not reached.
+def _attributes(answers: Seq[Answer]) -> dict[str, str | int | float]:
+    first, requests = answers[0].request, [answer.request for answer in answers]
+    return {
+        "kvferry.request_id": first.checked.request_id,
+        "gen_ai.request.max_tokens": first.checked.stop.max_tokens,
+        "gen_ai.usage.input_tokens": len(first.checked.prompt_token_ids),
+        "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in answers),
+        "kvferry.cached_tokens": first.num_cached_tokens,
+        "kvferry.attempts": sum(len(request.attempts) for request in requests),
+        "kvferry.kv_transfer.bytes": sum(request.kv_transfer.bytes for request in requests),
+        "kvferry.kv_transfer.transport": first.kv_transfer.transport,
+    }
 
-    A part that has no end yet, or that ended in one step, is left out.
-    """
-    start, end = getattr(timings, f"{begins}_ms"), getattr(timings, f"{ends}_ms")
-    return (start, end) if end > start > 0 or (begins == "queued" and end > 0) else None
+
+def error_type(error: Exception) -> str:
+    """The gRPC status that its client gets."""
+    return error.code.name if isinstance(error, RequestError) else "INTERNAL"
+
+
+def _set_error(span: Span, message: str, kind: str = "") -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    if kind:
+        span.set_attribute("error.type", kind)
+    span.set_status(Status(StatusCode.ERROR, message))

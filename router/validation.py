@@ -60,6 +60,8 @@ class CheckedRequest:
     """Of `page_keys`."""
     page_keys: tuple[bytes, ...] = ()
     """Keys of the prompt's full pages, to find workers that have them."""
+    vocab_size: int = 0
+    """Token ids of prompt, biases and stops are below this."""
 
     def answer(self, index: int) -> CheckedRequest:
         """The same request for one of its answers. Log-probabilities of the prompt come with the first."""
@@ -108,6 +110,7 @@ def check_request(
         include_special_tokens=request.include_special_tokens,
         page_size=limits.page_size,
         page_keys=page_keys(prompt, limits.page_size, request.cache_salt),
+        vocab_size=limits.vocab_size,
     )
 
 

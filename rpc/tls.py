@@ -8,7 +8,7 @@ channels when they are opened. An HTTP server looks when it is told to.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import cast
 import grpc
 
 from rpc.config import ConfigError, ProcessConfig
+
+log = logging.getLogger(__name__)
 
 TLS_NAME = "kvferry"
 
@@ -82,33 +84,50 @@ class TlsFiles:
 
 
 class HttpsContext:
-    """What an HTTP server needs for TLS. `renew`, called now and then, takes up files that changed."""
+    """What an HTTP server needs for TLS. `renew`, called now and then, takes up files that changed.
+
+    A server keeps one context for its life; each handshake is handed on to the newest one. So a CA that is taken away
+    is forgotten, which a context can't do.
+    """
 
     def __init__(self, files: TlsFiles, verify_clients: bool) -> None:
         """Raises ConfigError."""
-        self._files, self._seen = files, files.changed_at()
+        self._files, self._verify_clients = files, verify_clients
+        self._seen = self._tried = files.changed_at()
         files.read()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        if verify_clients:
-            self.context.verify_mode = ssl.CERT_REQUIRED
         try:
-            self._load()
+            self._newest = self._load()
+            self.context = self._load()
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"--tls-folder {files.folder}: certificate and key can't be used: {error}") from error
+        self.context.sni_callback = self._hand_on
 
     def renew(self) -> None:
-        """From the next handshake on, what is in the files now; what was there before, while they are replaced."""
+        """From the next handshake on, what is in the files now; what was there before, while they do not fit."""
         changed_at = self._files.changed_at()
-        if changed_at != self._seen:
-            with contextlib.suppress(OSError, ssl.SSLError):  # it looks again the next time
-                self._load()
-                self._seen = changed_at
+        if changed_at == self._seen:
+            return
+        try:
+            self._newest = self._load()
+            self._seen = changed_at
+        except (OSError, ssl.SSLError) as error:
+            if changed_at != self._tried:
+                log.warning("renewed TLS files can't be used", extra={"folder": self._files.folder, "reason": error})
+        self._tried = changed_at
 
-    def _load(self) -> None:
+    def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called in every handshake, before certificates are shown, whether a name was asked for or not."""
+        connection.context = self._newest
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        if self._verify_clients:
+            context.verify_mode = ssl.CERT_REQUIRED
         folder = self._files.folder
-        self.context.load_verify_locations(folder / "ca.crt")  # in addition to what was there before
-        self.context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        context.load_verify_locations(folder / "ca.crt")
+        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        return context
 
 
 def tls_files(config: ProcessConfig) -> TlsFiles | None:

@@ -27,19 +27,29 @@ async def first_tokens(streams):
     """Starts them all; once each has begun its answer gives their tasks, which end with the whole results.
 
     From here on the answers run: no look at gauges from outside is needed, which may come too late for quick ones.
+    Fails with what a stream fails with, or if one has ended already.
     """
-    begun = [asyncio.Event() for _ in streams]
+    begun = [asyncio.get_running_loop().create_future() for _ in streams]
 
-    async def take(stream, event):
+    async def take(stream, first):
         async for _ in stream:
-            event.set()
+            if not first.done():
+                first.set_result(None)
         return await stream.result()
 
-    tasks = [asyncio.create_task(take(stream, event)) for stream, event in zip(streams, begun, strict=True)]
-    async with asyncio.timeout(60):
-        for event in begun:
-            await event.wait()
-    assert not any(task.done() for task in tasks), "the test is to look while they run"
+    tasks = [asyncio.create_task(take(stream, first)) for stream, first in zip(streams, begun, strict=True)]
+    try:
+        async with asyncio.timeout(60):
+            for first, task in zip(begun, tasks, strict=True):
+                await asyncio.wait([first, task], return_when=asyncio.FIRST_COMPLETED)
+                if not first.done():
+                    task.result()
+        assert not any(task.done() for task in tasks), "the test is to look while they run"
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
     return tasks
 
 

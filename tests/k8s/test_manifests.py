@@ -33,14 +33,14 @@ def objects(overlay):
 _with_component = {}
 
 
-def with_component(component, folder):
-    """The demo, or the GPU overlay for what needs one, with one more component, as a user would add it."""
-    overlay = "gpu" if component in ("topology", "network-policy") else "cpu-demo"
+def with_components(folder, *components):
+    """The demo, or the GPU overlay for what needs one, with more components, as a user would add them."""
+    overlay = "gpu" if {"topology", "network-policy"} & set(components) else "cpu-demo"
     up = "../" * (len(folder.parts) - 1)
     root = up + str(K8S).lstrip("/")
     text = {"resources": [f"{root}/overlays/{overlay}"], "namespace": "kvferry"}
     (folder / "kustomization.yaml").write_text(
-        yaml.safe_dump(text | {"components": [f"{root}/components/{component}"]})
+        yaml.safe_dump(text | {"components": [f"{root}/components/{name}" for name in components]})
     )
     return list(yaml.safe_load_all(kubectl("kustomize", folder).stdout))
 
@@ -51,7 +51,7 @@ def rendered(request, tmp_path_factory):
         return objects(request.param)
     name = request.param[1:]
     if name not in _with_component:
-        _with_component[name] = with_component(name, tmp_path_factory.mktemp(name))
+        _with_component[name] = with_components(tmp_path_factory.mktemp(name), name)
     return _with_component[name]
 
 
@@ -311,3 +311,17 @@ def test_the_table_of_sizes_follows_its_formulas():
         assert seen[name][1] == f"{16 * per_token / 1e6:.2f} MB"
         assert seen[name][3] == f"{pages:,} ({pages * 16:,})"
         assert seen[name][4] == f"{per_token * 8 * 10_000 / 1e9:.1f} Gbit/s"
+
+
+def test_with_mtls_whatever_is_in_front_speaks_tls(tmp_path):
+    rendered = with_components(tmp_path, "ingress", "mtls")
+    protocols = {
+        (service["metadata"]["name"], port["name"]): port.get("appProtocol")
+        for service in of_kind(rendered, "Service")
+        for port in service["spec"]["ports"]
+    }
+    assert protocols["kvferry", "http"] == "https"
+    assert not {"http", "kubernetes.io/h2c"} & set(protocols.values())
+    key = "nginx.ingress.kubernetes.io/backend-protocol"
+    backends = {i["metadata"]["name"]: i["metadata"]["annotations"][key] for i in of_kind(rendered, "Ingress")}
+    assert backends == {"kvferry-grpc": "GRPCS", "kvferry-http": "HTTPS"}

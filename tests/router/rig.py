@@ -19,7 +19,7 @@ def make_link(tier, name, num_pages=400, token_budget=64, tokenizer=""):
     link.info.endpoint.agent_name = f"agent-{name}"
     link.info.fingerprint.tokenizer_hash = tokenizer
     limits = link.info.limits
-    limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 1000
+    limits.num_pages, limits.page_size, limits.token_budget, limits.max_model_len = num_pages, 16, token_budget, 10_000
     limits.max_num_sequences = 64
     link.load.free_pages = num_pages
     return link

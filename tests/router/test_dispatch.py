@@ -375,6 +375,22 @@ async def test_another_model_may_begin_an_answer_that_has_no_token_yet(lost):
     assert ids(events(request)) == [21, 22]
 
 
+@pytest.mark.parametrize(("limit", "fits"), [("max_model_len", 29), ("vocab_size", 99)])
+async def test_workers_of_another_generation_may_take_less_than_a_request_was_checked_for(limit, fits):
+    """It waits for workers that can take all of it, and is not sent where it would be refused or go too far."""
+    rig = Rig(prefill=1, decode=1)
+    setattr(rig.prefill[0].info.limits, limit, fits)
+    request = rig.make_request(num_tokens=20, max_tokens=10)
+    request.checked = dataclasses.replace(request.checked, vocab_size=100)
+    rig.dispatcher.submit(request)
+    assert request.state is RequestState.QUEUED
+    setattr(rig.prefill[0].info.limits, limit, fits + 1)
+    if limit == "max_model_len":
+        rig.prefill[0].info.limits.vocab_size = 100
+    rig.dispatcher.pool._on_change()
+    assert request.state is RequestState.RESERVING
+
+
 async def test_attempts_that_bring_tokens_are_not_counted_against_a_long_answer():
     rig = Rig(decode=2)
     request = rig.submit(max_tokens=100)

@@ -104,7 +104,7 @@ def shown_certificate(ca, server):
         return connection.getpeercert()["serialNumber"]
 
 
-async def test_a_renewed_certificate_is_shown_without_a_restart(ca, files):
+async def test_a_renewed_certificate_is_shown_without_a_restart(ca, files, caplog):
     async with serving(files) as server:
         first = await asyncio.to_thread(shown_certificate, ca, server)
         ca.issue(files.folder)
@@ -115,9 +115,38 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(ca, files):
         (files.folder / "tls.crt").write_text("half written")
         server.renew_certificate()
         assert await asyncio.to_thread(shown_certificate, ca, server) == renewed
+        other = ca.issue(files.folder.parent / "other")
+        (other / "tls.crt").replace(files.folder / "tls.crt")  # a good one, whose key is not there yet
+        server.renew_certificate()
+        server.renew_certificate()
+        assert await asyncio.to_thread(shown_certificate, ca, server) == renewed
+        assert caplog.text.count("renewed TLS files can't be used") == 2, "once for each change"
         ca.issue(files.folder)
         server.renew_certificate()
         assert await asyncio.to_thread(shown_certificate, ca, server) not in (first, renewed)
+
+
+async def test_a_ca_that_was_replaced_is_not_trusted_any_more(ca, files, tmp_path):
+    """Clients who ask for no name, too."""
+    new_ca = Authority(tmp_path / "new-ca")
+    old_client, new_client = ca.issue(tmp_path / "old"), new_ca.issue(tmp_path / "new")
+    async with serving(files, verify_clients=True) as server:
+        assert await ask(client(ca, old_client), server) == "https"
+        with pytest.raises(httpx.TransportError):
+            await ask(client(ca, new_client), server)
+        new_ca.issue(files.folder)
+        server.renew_certificate()
+        assert await ask(client(new_ca, new_client), server) == "https"
+        with pytest.raises(httpx.TransportError):
+            await ask(client(new_ca, old_client), server)
+        nameless = ssl.create_default_context(cafile=new_ca.folder / "ca.crt")
+        nameless.check_hostname = False
+        async with httpx.AsyncClient(verify=nameless, timeout=5) as stranger:
+            with pytest.raises(httpx.TransportError):
+                await stranger.get(f"https://127.0.0.1:{server.port}/scheme")
+        nameless.load_cert_chain(new_client / "tls.crt", new_client / "tls.key")
+        async with httpx.AsyncClient(verify=nameless, timeout=5) as known:
+            assert (await known.get(f"https://127.0.0.1:{server.port}/scheme")).text == "https"
 
 
 def test_a_certificate_that_does_not_fit_its_key_is_named(ca, files, tmp_path):
