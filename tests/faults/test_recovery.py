@@ -129,14 +129,18 @@ async def gets_work(cluster, process):
     await asyncio.to_thread(wait_for, has_some, what=f"work for {process.name}")
 
 
+async def start_long_answers(client):
+    """Answers of 400 tokens that run now; some of them on each decode worker."""
+    prompts = [[number] * 20 for number in range(10, 18)]
+    return await first_tokens([client.generate(p, max_tokens=400, **GREEDY) for p in prompts])
+
+
 async def drain(cluster, process):
     """SIGTERM under load; gives how many requests were handed over. Nothing is lost, and it exits with 0 in time."""
     before = cluster.metrics("router").get("kvferry_request_retries_total,draining", 0)
     async with Running(cluster), AsyncClient(cluster.address) as client:
         await gets_work(cluster, process)
-        # Some of these are sure to run on each decode worker.
-        prompts = [[number] * 20 for number in range(10, 18)]
-        long_ones = await first_tokens([client.generate(p, max_tokens=400, **GREEDY) for p in prompts])
+        long_ones = await start_long_answers(client)
         process.popen.terminate()
         started = time.monotonic()
         assert await asyncio.to_thread(process.popen.wait) == 0
@@ -163,28 +167,28 @@ async def test_a_worker_that_is_told_to_end_ends_well(cluster):
 
 async def test_a_second_sigterm_ends_a_process_at_once(cluster):
     process = cluster.cluster.find("decode-0")
-    async with Running(cluster):
-        await gets_work(cluster, process)
+    async with Running(cluster), AsyncClient(cluster.address) as client:
+        running = await start_long_answers(client)
         process.popen.terminate()
-        await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_for, lambda: any("draining" in line for line in process.recent))
         process.popen.terminate()
         assert await asyncio.to_thread(process.popen.wait) == 1
+        await asyncio.gather(*running)
     await come_back(cluster, process)
 
 
 async def test_a_draining_router_finishes_its_streams_and_takes_none(cluster):
     router = await asyncio.to_thread(cluster.cluster.start_another_router)
     async with AsyncClient(router.address) as client:
-        running = [
-            asyncio.create_task(client.generate(p, max_tokens=MAX_TOKENS, **GREEDY).result()) for p in cluster.prompts
-        ]
-        await asyncio.sleep(0.05)
+        running = await start_long_answers(client)
         router.popen.terminate()
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_for, lambda: any("router drains" in line for line in router.recent))
         with Client(router.address) as late, pytest.raises(KvferryError) as refused:
             await asyncio.to_thread(late.generate([5], max_tokens=2).result)
         assert refused.value.code is grpc.StatusCode.UNAVAILABLE
-        assert [(await task).token_ids for task in running] == cluster.expected
+        alone = [cluster.greedy([number] * 20, 400).token_ids for number in (10, 17)]
+        answers = [(await task).token_ids for task in running]
+        assert [answers[0], answers[-1]] == alone
     assert await asyncio.to_thread(router.popen.wait) == 0
     cluster.cluster.forget(router)
 
