@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span, Tracer
 
+log = logging.getLogger(__name__)
+
 NO_HEADERS: Mapping[str, str] = {}
 CLOSE_SECONDS = 2.0
 """Most time for the last spans when the router ends; a collector that is gone must not hold it."""
@@ -107,16 +109,25 @@ class RequestTrace:
         self._tracer, self._root, self._origin = tracer, root, clock_origin
 
     def end(self, answers: Seq[Answer], error: Exception | None) -> None:
-        """It is over, with this error if it did not come to its end; answers: none if it was refused."""
-        root, now = self._root, time.monotonic()
-        if root.is_recording():
-            for answer in answers:
-                self._add_stages(answer, now, error)
-            if answers:
-                root.set_attributes(_attributes(answers))
-            if error is not None:
-                _set_error(root, str(error), error_type(error))
-        root.end(self._at(now))
+        """It is over, with this error if it did not come to its end; answers: none if it was refused.
+
+        Raises nothing: a request does not fail with its trace.
+        """
+        now = time.monotonic()
+        try:
+            if self._root.is_recording():
+                self._describe(answers, now, error)
+            self._root.end(self._at(now))
+        except Exception:
+            log.exception("a trace is lost")
+
+    def _describe(self, answers: Seq[Answer], now: float, error: Exception | None) -> None:
+        for answer in answers:
+            self._add_stages(answer, now, error)
+        if answers:
+            self._root.set_attributes(_attributes(answers))
+        if error is not None:
+            _set_error(self._root, str(error), error_type(error))
 
     def _at(self, moment: float) -> int:
         return self._origin + int(moment * 1e9)

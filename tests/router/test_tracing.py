@@ -165,6 +165,13 @@ async def test_callers_headers_are_not_trusted(headers, is_part, monkeypatch, ca
     assert all(len(str(value)) < 1000 for value in root.context.trace_state.values())
 
 
+async def test_a_request_does_not_fail_with_its_trace(monkeypatch, caplog):
+    traced = Traced(monkeypatch)
+    del traced.answer.num_tokens
+    traced.trace.end([traced.answer], None)
+    assert "a trace is lost" in caplog.text
+
+
 def test_a_router_without_the_packages_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(ConfigError, match="opentelemetry-exporter-otlp-proto-grpc"):
