@@ -85,6 +85,7 @@ async def test_users_of_one_prefix_find_it_more_often_than_by_turns(two_by_two):
     assert moved / total > 0.6
 
 
+@pytest.mark.slow
 async def test_workers_join_and_leave_under_load_without_a_failed_request(two_by_two):
     cluster = two_by_two
     rng = random.Random(3)
