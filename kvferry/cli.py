@@ -37,18 +37,33 @@ RESTART_PAUSE_SECONDS = 2.0
 """Before a worker that could not be started again is tried once more."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterConnection:
+    """Where the router is, and how it is spoken to."""
+
+    address: str = DEFAULT_ADDRESS
+    """host:port of the router."""
+    tls_ca: Path | None = None
+    """PEM file of the CA of the router's certificate. Any of these makes it TLS; all unset: in the clear."""
+    tls_name: str | None = None
+    """Name that the certificate has to be valid for; those of kvferry's processes are for "kvferry". Unset: the host
+    of the address."""
+    tls_cert: Path | None = None
+    """PEM file of a certificate of one's own, for routers with --tls-clients verified."""
+    tls_key: Path | None = None
+    """PEM file of its key."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+
+
 @dataclass(frozen=True)
-class GenerateCommand:
+class GenerateCommand(RouterConnection):
     """Sends a prompt to a running router and streams the answer."""
 
     prompt: Positional[str]
     """The prompt; "-" reads standard input."""
-    address: str = DEFAULT_ADDRESS
-    """host:port of the router."""
-    tls_ca: Path | None = None
-    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
-    tls_name: str | None = None
-    """Name that the certificate has to be valid for. Unset: the host of the address."""
     chat: bool = True
     """Send it as a user's message through the model's chat template; --no-chat sends plain text."""
     max_tokens: int | None = 256
@@ -84,15 +99,9 @@ class GenerateCommand:
 
 
 @dataclass(frozen=True)
-class ChatCommand:
+class ChatCommand(RouterConnection):
     """Talks to a running router; an empty line or Ctrl-D ends."""
 
-    address: str = DEFAULT_ADDRESS
-    """host:port of the router."""
-    tls_ca: Path | None = None
-    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
-    tls_name: str | None = None
-    """Name that the certificate has to be valid for. Unset: the host of the address."""
     system: str = ""
     """A system message to begin with."""
     max_tokens: int = 512
@@ -106,15 +115,8 @@ class ChatCommand:
 
 
 @dataclass(frozen=True)
-class StatusCommand:
+class StatusCommand(RouterConnection):
     """Shows the workers of a running router."""
-
-    address: str = DEFAULT_ADDRESS
-    """host:port of the router."""
-    tls_ca: Path | None = None
-    """PEM file of the CA of the router's certificate: speak TLS. Unset: in the clear."""
-    tls_name: str | None = None
-    """Name that the certificate has to be valid for. Unset: the host of the address."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _up(config: ClusterConfig) -> int:
 def _failed(error: Exception, address: str) -> int:
     """Says what went wrong, and what to do if nothing listens. Returns the exit code."""
     message = str(error)
-    if "failed to connect" in message:
+    if message.startswith("UNAVAILABLE: failed to connect") and "refused" in message:
         message = f"UNAVAILABLE: no router answers at {address}; start one with `kvferry up`, or give --address"
     print(f"kvferry: error: {message}", file=sys.stderr)
     return 1
@@ -281,7 +283,8 @@ def _failed(error: Exception, address: str) -> int:
 def _connect(command: GenerateCommand | ChatCommand | StatusCommand) -> Client:
     from kvferry.client import Client, ClientTls
 
-    tls = ClientTls(ca=command.tls_ca, server_name=command.tls_name) if command.tls_ca is not None else None
+    files = (command.tls_ca, command.tls_cert, command.tls_key)
+    tls = ClientTls(*files, server_name=command.tls_name) if any((*files, command.tls_name)) else None
     return Client(command.address, tls)
 
 
@@ -373,42 +376,28 @@ def _status(command: StatusCommand) -> int:
             status = client.cluster_status()
     except (KvferryError, OSError) as error:
         return _failed(error, command.address)
-    table = Table(
-        title=f"{status.ready_pairs} ready pairs, {status.queued_requests} queued, {status.running_requests} running"
-    )
-    for column in (
-        "worker",
-        "tier",
-        "incarnation",
-        "address",
-        "state",
-        "pages free",
-        "cached",
-        "of",
-        "queued tokens",
-        "queued s",
-        "sequences",
-        "hit rate",
-        "seen s ago",
-    ):
-        table.add_column(column)
+    print(f"{status.ready_pairs} ready pairs, {status.queued_requests} queued, {status.running_requests} running")
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "tier", "address", "state", "pages", "queued", "runs", "hits", "seen"):
+        table.add_column(column, no_wrap=True)
     for worker in status.workers:
         table.add_row(
-            worker.worker_id,
+            worker.worker_id or "?",
             worker.tier,
-            worker.incarnation_id[:8],
             worker.address,
-            f"{worker.state} {worker.reason}".strip(),
-            str(worker.free_pages),
-            str(worker.cached_pages),
-            str(worker.total_pages),
-            str(worker.queued_tokens),
-            f"{worker.queued_seconds:.1f}",
+            worker.state,
+            f"{worker.free_pages}+{worker.cached_pages}/{worker.total_pages}",
+            f"{worker.queued_seconds:.1f} s",
             str(worker.running_sequences),
             f"{worker.hit_rate:.0%}",
-            f"{worker.last_seen_ms / 1e3:.1f}",
+            f"{worker.last_seen_ms / 1e3:.1f} s",
         )
-    Console().print(table)
+    # As wide as it needs to be where nobody looks at it: in a pipe.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for worker in status.workers:
+        if worker.reason:
+            print(f"{worker.worker_id or worker.address}: {worker.reason}")
+    print("pages: free + cached / all; queued: time for prompts sent there; hits: prompt tokens found in its cache")
     return 0
 
 

@@ -230,6 +230,9 @@ class LocalCluster:
         give_up: asked while waiting; True ends the start with StartFailed.
         """
         self._give_up = give_up
+        for flag, folder in (("--log-dir", self.config.log_dir), ("--ready-file", self.config.ready_file)):
+            if folder is not None:
+                _make_folder(flag, folder if flag == "--log-dir" else folder.parent)
         self._model = resolve_model(self.config.model)
         workers = [self.start_worker("prefill", index) for index in range(self.config.num_prefill)]
         workers += [self.start_worker("decode", index) for index in range(self.config.num_decode)]
@@ -397,6 +400,8 @@ class LocalCluster:
             with contextlib.suppress(OSError):
                 os.close(process.lifeline)
         self.processes.clear()
+        if self.config.ready_file is not None:
+            self.config.ready_file.unlink(missing_ok=True)  # or the next start would look ready at once
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
@@ -446,14 +451,24 @@ class LocalCluster:
         with contextlib.ExitStack() as stack:
             target, prefix = self._log, f"[{process.name}] "
             if self.config.log_dir is not None:
-                self.config.log_dir.mkdir(parents=True, exist_ok=True)
-                target = stack.enter_context((self.config.log_dir / f"{process.name}.log").open("a"))
-                prefix = ""
+                try:
+                    target = stack.enter_context((self.config.log_dir / f"{process.name}.log").open("a"))
+                    prefix = ""
+                except OSError as error:  # whatever happens, its output must be read, or it stands still
+                    print(f"kvferry: {process.name}: its log goes here: {error}", file=self._log)
             for line in process.popen.stdout:
                 process.recent = [*process.recent[-50:], line.strip()]
                 with contextlib.suppress(ValueError, OSError):
                     target.write(f"{prefix}{line}")
                     target.flush()
+
+
+def _make_folder(flag: str, folder: Path) -> None:
+    """Raises StartFailed if it can't be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartFailed(f"{flag}: the folder {folder} can't be made: {error.strerror}") from error
 
 
 def share_of_cores(position: int, num_workers: int) -> tuple[str, int]:

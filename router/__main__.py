@@ -85,11 +85,14 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
                 dispatcher.pool.watch(address.removeprefix(DNS_PREFIX), tier)
             else:
                 dispatcher.pool.add(address, tier)
-    log.info("router listens", extra={"address": server.address, "model": model_name})
-    ready_content: dict[str, object] = {
-        "address": server.address,
+    urls = {
         "http": f"{http.scheme}://{config.process.host}:{http.port}",
         "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
+    }
+    log.info("router listens", extra={"address": server.address, "model": model_name, **urls})
+    ready_content: dict[str, object] = {
+        "address": server.address,
+        **urls,
         "health_port": server.health_port,
         "pid": os.getpid(),
         "model": model_name,

@@ -89,6 +89,10 @@ class RouterConfig:
                     raise ValueError(f"{flag} has {address!r}; it must look like host:port or dns:///name:port")
         if not 0 <= self.http_port <= 65535:
             raise ValueError(f"--http-port is {self.http_port}; it must be between 0 and 65535")
+        if self.tls_clients == "verified" and self.process.tls_folder is None:
+            raise ValueError("--tls-clients verified needs --tls-folder: without TLS nobody can be told apart")
+        if self.tls_clients == "verified" and not self.http_tls:
+            raise ValueError("--tls-clients verified excludes --no-http-tls: HTTP would be open to anybody")
         if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
             raise ValueError(f"--otlp-endpoint is {self.otlp_endpoint!r}; it must look like http://collector:4317")
         if self.max_queue_requests < 1:

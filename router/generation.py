@@ -174,7 +174,7 @@ def _log_end(checked: CheckedRequest, answers: list[Answer]) -> None:
             "answered": all(answer.request.is_answered for answer in answers),
             "prompt_tokens": len(checked.prompt_token_ids),
             "output_tokens": sum(len(answer.request.output_token_ids) for answer in answers),
-            "attempts": sum(answer.request.attempt + 1 for answer in answers),
+            "retries": sum(answer.request.attempt for answer in answers),
             "ms": round((time.monotonic() - answers[0].request.received) * 1e3),
         },
     )

@@ -170,7 +170,7 @@ def _attributes(answers: Seq[Answer]) -> dict[str, str | int | float]:
         "gen_ai.usage.input_tokens": len(first.checked.prompt_token_ids),
         "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in answers),
         "kvferry.cached_tokens": first.num_cached_tokens,
-        "kvferry.attempts": sum(len(request.attempts) for request in requests),
+        "kvferry.retries": sum(len(request.attempts) - 1 for request in requests),
         "kvferry.kv_transfer.bytes": sum(request.kv_transfer.bytes for request in requests),
         "kvferry.kv_transfer.transport": first.kv_transfer.transport,
     }

@@ -463,7 +463,8 @@ class WorkerPool:
             probe = prefill.probes.get(decode.agent_name)
             if probe is not None and probe.probe_id == event.probe_id:
                 # Where they differ, another router's test may have come across.
-                probe.end("" if event.equal else f"its test pages did not come to {decode.name} as they were sent")
+                wrong = f"its test pages did not come to {decode.name} as they were sent, or another router tested too"
+                probe.end("" if event.equal else wrong)
 
     def _on_state(self, link: WorkerLink, event: worker_pb2.WorkerStateEvent) -> None:
         link.takes_work = event.state == worker_pb2.WORKER_STATE_READY

@@ -55,6 +55,7 @@ def write_ready_file(path: Path | None, content: dict[str, object]) -> None:
     """Says that the process is ready; readers never see half a file."""
     if path is None:
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(content))
     temporary.replace(path)

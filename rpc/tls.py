@@ -42,8 +42,22 @@ class TlsFiles:
                 raise ConfigError(f"--tls-folder {self.folder}: {name} is not a PEM file")
         return certificate, key, ca
 
+    def load(self, context: ssl.SSLContext) -> None:
+        """Raises ConfigError if certificate, key and CA can't be used together."""
+        folder = self.folder
+        try:
+            context.load_verify_locations(folder / "ca.crt")
+            # With a password, so that OpenSSL does not ask at the terminal for that of an encrypted key.
+            context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"--tls-folder {folder}: tls.crt, tls.key (not encrypted) and ca.crt can't be used together: {error}"
+            ) from error
+
     def server_credentials(self, verify_clients: bool) -> grpc.ServerCredentials:
         """For a server; verify_clients: only those with a certificate of our CA may call. Raises ConfigError."""
+        self.read()
+        self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC would only say that it can't listen
         seen = self.changed_at()
         # gRPC takes None for "as before"; its types do not know.
         unchanged = cast(grpc.ServerCertificateConfiguration, None)
@@ -95,11 +109,7 @@ class HttpsContext:
         self._files, self._verify_clients = files, verify_clients
         self._seen = self._tried = files.changed_at()
         files.read()
-        try:
-            self._newest = self._load()
-            self.context = self._load()
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"--tls-folder {files.folder}: certificate and key can't be used: {error}") from error
+        self._newest, self.context = self._load(), self._load()
         self.context.sni_callback = self._hand_on
 
     def renew(self) -> None:
@@ -110,9 +120,9 @@ class HttpsContext:
         try:
             self._newest = self._load()
             self._seen = changed_at
-        except (OSError, ssl.SSLError) as error:
+        except ConfigError as error:
             if changed_at != self._tried:
-                log.warning("renewed TLS files can't be used", extra={"folder": self._files.folder, "reason": error})
+                log.warning("renewed TLS files can't be used", extra={"reason": error})
         self._tried = changed_at
 
     def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
@@ -124,9 +134,7 @@ class HttpsContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self._verify_clients:
             context.verify_mode = ssl.CERT_REQUIRED
-        folder = self._files.folder
-        context.load_verify_locations(folder / "ca.crt")
-        context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
+        self._files.load(context)
         return context
 
 

@@ -180,9 +180,11 @@ class TestTwoByTwo:
         assert answer["timings_ms"]["finished"] > 0
         streamed = run("generate", "-", "--address", cluster.address, "--max-tokens", "4", input="hello there")
         assert streamed.stdout.rstrip("\n") == answer["text"].rstrip("\n")
-        status = run("status", "--address", cluster.address, env=os.environ | {"COLUMNS": "200"})
+        status = run("status", "--address", cluster.address)
         assert "4 ready pairs" in status.stdout
-        assert "decode-1" in status.stdout
+        [of_decode] = [line for line in status.stdout.splitlines() if line.startswith("decode-1")]
+        assert {"decode", cluster.cluster.find("decode-1").address, "ready"} <= set(of_decode.split())
+        assert max(map(len, status.stdout.splitlines())) <= 110
 
     def test_a_chat_remembers_and_ends_with_an_empty_line(self, cluster):
         done = run("chat", "--address", cluster.address, "--max-tokens", "5", input="one\ntwo\n\n")

@@ -86,7 +86,7 @@ def test_stages_become_spans_that_add_up(traced):
     assert told["gen_ai.usage.input_tokens"] == 180
     assert told["gen_ai.usage.output_tokens"] == 6
     assert told["kvferry.kv_transfer.bytes"] == result.kv_transfer.bytes > 0
-    assert told["kvferry.attempts"] == 1
+    assert told["kvferry.retries"] == 0
     assert stages.keys() == {
         "queue", "wait for prefill", "prefill", "transfer after prefill", "wait for decode", "decode",
     }  # fmt: skip

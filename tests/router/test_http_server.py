@@ -16,7 +16,7 @@ from starlette.routing import Route
 from router.http_api import HttpServer
 from rpc.config import ConfigError
 from rpc.tls import TlsFiles
-from tests.rpc.certificates import Authority
+from tests.rpc.certificates import Authority, run
 
 
 async def test_tokens_do_not_wait_for_each_other_in_the_network():
@@ -152,5 +152,15 @@ async def test_a_ca_that_was_replaced_is_not_trusted_any_more(ca, files, tmp_pat
 def test_a_certificate_that_does_not_fit_its_key_is_named(ca, files, tmp_path):
     other = ca.issue(tmp_path / "other")
     (other / "tls.key").replace(files.folder / "tls.key")
-    with pytest.raises(ConfigError, match=r"--tls-folder .*certificate and key can't be used"):
+    with pytest.raises(ConfigError, match=r"--tls-folder .*can't be used together"):
         files.https(False)
+    with pytest.raises(ConfigError, match=r"--tls-folder .*can't be used together"):
+        files.server_credentials(False)
+
+
+def test_an_encrypted_key_is_named_and_nobody_is_asked_for_its_password(files):
+    key = files.folder / "tls.key"
+    run("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", "encrypted.key", folder=files.folder)
+    (files.folder / "encrypted.key").replace(key)
+    with pytest.raises(ConfigError, match="not encrypted"):
+        files.server_credentials(False)

@@ -113,7 +113,7 @@ async def test_every_attempt_has_its_own_spans(monkeypatch):
     assert not first[-1].status.is_ok
     assert first[-1].status.description
     assert traced.times(second) == [("queue", 4.9, 5.2), ("wait for prefill", 5.2, 5.3), ("prefill", 5.3, 5.7)]
-    assert root.attributes["kvferry.attempts"] == 2
+    assert root.attributes["kvferry.retries"] == 1
 
 
 async def test_what_failed_shows_where_it_was(monkeypatch):
