@@ -230,9 +230,10 @@ class LocalCluster:
         give_up: asked while waiting; True ends the start with StartFailed.
         """
         self._give_up = give_up
-        for flag, folder in (("--log-dir", self.config.log_dir), ("--ready-file", self.config.ready_file)):
-            if folder is not None:
-                _make_folder(flag, folder if flag == "--log-dir" else folder.parent)
+        if self.config.log_dir is not None:
+            _make_folder("--log-dir", self.config.log_dir)
+        if self.config.ready_file is not None:
+            _make_folder("--ready-file", self.config.ready_file.parent)
         self._model = resolve_model(self.config.model)
         workers = [self.start_worker("prefill", index) for index in range(self.config.num_prefill)]
         workers += [self.start_worker("decode", index) for index in range(self.config.num_decode)]
