@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from engine.attention.base import AttentionOptions, AttentionPlan
+from engine.checkpoint import check_weights, some_names
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv_cache import KvShape
@@ -41,6 +42,10 @@ _HARMLESS_KEYWORDS = frozenset(
         "output_router_logits",
     }
 )
+_KEYWORD_MEANINGS = {"s_aux": "attention sinks", "head_mask": "a mask of heads", "position_bias": "a position bias"}
+"""What attention keywords are called by people."""
+_HARMLESS_TENSORS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
+"""Ends of names of buffers that old checkpoints hold and that models compute themselves."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # RoPE kinds whose frequencies depend on the longest sequence of a step: one request would change another's.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -134,19 +139,64 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     try:
-        hf_config = AutoConfig.from_pretrained(folder)
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise ModelLoadError(f"--model {config.model}: its config.json can't be read: {error}") from error
     text_config = hf_config.get_text_config()
     max_model_len = _max_model_len(config, text_config)
     _refuse_foreign_state(text_config)
-    # Worker logs are no terminals.
+    check_weights(folder)
+    # Worker logs are no terminals, and what is said of the weights is read below.
     hf_logging.disable_progress_bar()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise ModelLoadError(f"--model {config.model} can't be loaded: {error}") from error
+    hf_logging.set_verbosity_error()
+    model = load_weights(folder, dtype, attn_implementation=ATTENTION_NAME)
     return adopt_model(model.to(device), max_model_len, _identity(folder, hf_config, text_config))
+
+
+def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """A `transformers` model in which each weight is that of the files.
+
+    options: for `from_pretrained`.
+    Raises ModelLoadError if the files lack a tensor, hold one that the model has no place for, or one of another shape:
+    transformers fills what is missing with random numbers, and each process with others.
+    """
+    try:
+        model, said = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # told below, by name
+            **options,
+        )
+    except Exception as error:
+        # Whatever a library makes of a broken file: it is about this folder.
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        message = f"--model {folder} can't be loaded: {first_line or type(error).__name__}"
+        if "Unrecognized configuration class" in message:
+            raise UnsupportedModelError(f"--model {folder}: transformers knows no text generation for it") from error
+        raise ModelLoadError(message) from error
+    missing = sorted(said["missing_keys"])
+    unexpected = sorted(name for name in said["unexpected_keys"] if not name.endswith(_HARMLESS_TENSORS))
+    mismatched = [
+        f"{name} (file {list(found)}, model {list(wanted)})" for name, found, wanted in sorted(said["mismatched_keys"])
+    ]
+    problems = [
+        f"{what} {some_names(names)}"
+        for what, names in (
+            ("its files lack", missing),
+            ("its config has no place for", unexpected),
+            ("of another shape than its config says:", mismatched),
+            ("can't be read:", sorted(map(str, said.get("error_msgs", ())))),
+        )
+        if names
+    ]
+    if problems:
+        raise ModelLoadError(
+            f"--model {folder}: its weights are not those of a {model.config.model_type} model for text generation: "
+            f"{'; '.join(problems)}"
+        )
+    return model
 
 
 def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity) -> LoadedModel:
@@ -203,7 +253,10 @@ def paged_attention(
     """
     unknown = [name for name, given in keywords.items() if name not in _HARMLESS_KEYWORDS and given is not None]
     if unknown:
-        raise UnsupportedModelError(f"its attention needs {', '.join(sorted(unknown))}, which paged attention lacks")
+        names = ", ".join(sorted(_KEYWORD_MEANINGS.get(name, name) for name in unknown))
+        raise UnsupportedModelError(f"its attention needs {names}, which paged attention lacks")
+    if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError("its attention looks at later tokens too: it is an encoder")
     if attention_mask is not None:
         raise UnsupportedModelError("its attention brings a mask of its own, which paged attention can't honour")
     plan: AttentionPlan = keywords[PLAN_KEYWORD]
@@ -288,8 +341,23 @@ def _refuse_foreign_state(text_config: Any) -> None:
         )
 
 
-def _max_model_len(config: EngineConfig, text_config: Any) -> int:
+def _trained_len(text_config: Any) -> int:
+    """The longest sequence that a model was made for, in tokens.
+
+    YaRN (Peng et al. 2023, arXiv 2309.00071) stretches the original length by its factor; model cards ask people to
+    add it to config.json and leave `max_position_embeddings` as it is.
+    """
     trained: int = getattr(text_config, "max_position_embeddings", None) or 2048
+    stretched = [
+        round(rope["factor"] * (rope.get("original_max_position_embeddings") or trained))
+        for rope in _rope_parameters(text_config)
+        if rope.get("rope_type") == "yarn" and rope.get("factor")
+    ]
+    return min(stretched, default=trained)
+
+
+def _max_model_len(config: EngineConfig, text_config: Any) -> int:
+    trained = _trained_len(text_config)
     wanted = config.max_model_len or trained
     if wanted > trained:
         raise ModelLoadError(f"--max-model-len is {wanted}, but the model was trained for {trained} tokens")

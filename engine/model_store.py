@@ -26,6 +26,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from engine.checkpoint import check_folder
+from engine.errors import ModelLoadError
+
 CACHE_VARIABLE = "KVFERRY_CACHE"
 MANIFEST = "kvferry.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -79,30 +82,37 @@ def prepared_models() -> list[tuple[str, Path, int]]:
     return [(folder.name, folder, sum(f.stat().st_size for f in folder.iterdir())) for folder in folders]
 
 
-def resolve_model(model: str) -> Path:
-    """The folder of a model, prepared if that is needed.
+def resolve_model(model: str, with_weights: bool = True) -> Path:
+    """The folder of a model, prepared if that is needed, and looked at: what can't be served is said here.
 
     model: name of a built-in model, a folder, a GGUF file, or a hub id (`owner/name`).
+    with_weights: False for a process that needs config and tokenizer only.
     Raises ModelUnavailable.
     """
     if model in BUILT_IN:
         built_in = BUILT_IN[model]
         return _prepare(built_in.name, lambda work: _convert(_fetch_gguf(built_in, work), work / "model"))
     path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelUnavailable(f"--model {model}: the folder has no config.json; is it a transformers model?")
-        return path.resolve()
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelUnavailable(f"--model {model}: is a file but not a .gguf file")
         return _prepare(f"{path.stem}-{_sha256(path)[:8]}", lambda work: _convert(path.resolve(), work / "model"))
-    if _HUB_ID.fullmatch(model) and not path.is_absolute() and not model.startswith("."):
-        return _from_hub(model)
-    raise ModelUnavailable(
-        f"--model {model}: there is no such folder or GGUF file, it is no hub id (owner/name), and the built-in "
-        f"models are {', '.join(BUILT_IN)}"
-    )
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelUnavailable(f"--model {model}: the folder has no config.json; is it a transformers model?")
+        folder = path.resolve()
+    elif _HUB_ID.fullmatch(model) and not path.is_absolute() and not model.startswith("."):
+        folder = _from_hub(model)
+    else:
+        raise ModelUnavailable(
+            f"--model {model}: there is no such folder or GGUF file, it is no hub id (owner/name), and the built-in "
+            f"models are {', '.join(BUILT_IN)}"
+        )
+    try:
+        check_folder(folder, with_weights)
+    except ModelLoadError as error:
+        raise ModelUnavailable(f"--model {model}: {error}") from error
+    return folder
 
 
 def _prepare(name: str, make: Callable[[Path], None]) -> Path:

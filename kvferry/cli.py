@@ -166,7 +166,7 @@ def main() -> None:
     match command:
         case RouterConfig():
             name = command.served_model_name or Path(command.model).name
-            command = dataclasses.replace(command, model=_folder_of(command.model), served_model_name=name)
+            command = dataclasses.replace(command, model=_folder_of(command.model, with_weights=False), served_model_name=name)
             import router.__main__ as router_process
 
             run_process(lambda: router_process.serve(command), router_process.EXPECTED_ERRORS)
@@ -210,11 +210,11 @@ def _exit_with(message: str) -> None:
     sys.exit(2)
 
 
-def _folder_of(model: str) -> str:
+def _folder_of(model: str, with_weights: bool = True) -> str:
     from engine.model_store import ModelUnavailable, resolve_model
 
     try:
-        return str(resolve_model(model))
+        return str(resolve_model(model, with_weights))
     except ModelUnavailable as error:
         _exit_with(str(error))
         raise

@@ -827,7 +827,7 @@ class GetModelInfoResponse(_message.Message):
     vocab_size: _builtins.int
     """Number of token ids."""
     max_model_len: _builtins.int
-    """Longest sequence, prompt and output together, in tokens."""
+    """Longest sequence, prompt and output together, in tokens: the model's limit, or what the workers' pools hold."""
     dtype: _builtins.str
     """Element type of weights and KV pages; empty while no worker is known."""
     page_size: _builtins.int

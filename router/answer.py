@@ -25,17 +25,23 @@ class Answer:
         checked = request.checked
         self._detokenizer = tokenizer.detokenizer(checked.include_special_tokens)
         self._stops = StopStrings(checked.stop_strings, checked.include_stop)
+        self._hidden = {} if checked.include_special_tokens or not checked.stop_strings else tokenizer.special_tokens
+        """Texts of tokens that are not shown, in which a stop string may be nonetheless."""
         self._last = inference_pb2.GenerateResponse(request_id=checked.request_id, index=index)
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
-        """Responses for what came since the last call, if any. Raises the RequestError that ended the request."""
-        responses = []
+        """Responses for what came since the last call, if any. Raises the RequestError that ended the request.
+
+        The end is told together with the last text where both are known: a message of its own would look like one more
+        token to clients that count messages.
+        """
+        responses: list[inference_pb2.GenerateResponse] = []
         for event in self.request.output.take():
             if isinstance(event, Ended):
                 if event.error is not None:
                     raise event.error
                 self.is_over = True
-                responses.append(self._finish())
+                self._finish(responses)
             elif not self._last.finish_reason:  # else these came after a stop string
                 response = self._read(event)
                 if response.text or response.token_ids or response.logprobs or response.prompt_logprobs:
@@ -50,7 +56,10 @@ class Answer:
             num_read += 1
             self.num_tokens += 1
             is_last = num_read == len(tokens.token_ids) and tokens.finish_reason
-            text.append(self._stops.add(self._text(token, tokens, is_last=bool(is_last)), self._may_stop()))
+            shown = self._stops.add(self._text(token, tokens, is_last=bool(is_last)), self._may_stop())
+            if token in self._hidden and not self._ends_by(tokens, is_last=bool(is_last)):
+                shown += self._stops.add(self._hidden[token], self._may_stop(), is_hidden=True)
+            text.append(shown)
             if self._stops.matched is not None:
                 self.is_stopped = not is_last
                 self._last.finish_reason = inference_pb2.FINISH_REASON_STOP
@@ -71,10 +80,14 @@ class Answer:
 
     def _text(self, token: int, tokens: Tokens, is_last: bool) -> str:
         """The text that a token makes final. The one that ends the answer is not text, unless it is to be included."""
-        checked = self.request.checked
-        ends_by_token = is_last and tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
-        text = "" if ends_by_token and not checked.include_stop else self._detokenizer.add((token,))
+        is_left_out = self._ends_by(tokens, is_last) and not self.request.checked.include_stop
+        text = "" if is_left_out else self._detokenizer.add((token,))
         return text + self._detokenizer.finish() if is_last else text
+
+    @staticmethod
+    def _ends_by(tokens: Tokens, is_last: bool) -> bool:
+        """Whether a token is the one that a worker ended the answer at."""
+        return is_last and tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
 
     def _may_stop(self) -> bool:
         return self.num_tokens >= self.request.checked.stop.min_tokens
@@ -101,7 +114,16 @@ class Answer:
             )
         ]
 
-    def _finish(self) -> inference_pb2.GenerateResponse:
+    def take_end(self, responses: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
+        """As `take`, behind responses that were not sent yet."""
+        for response in self.take():
+            if responses and response.finish_reason and not response.text:
+                responses[-1].MergeFrom(response)
+            else:
+                responses.append(response)
+        return responses
+
+    def _finish(self, responses: list[inference_pb2.GenerateResponse]) -> None:
         request, last = self.request, self._last
         last.usage.prompt_tokens = len(request.checked.prompt_token_ids)
         last.usage.cached_tokens = request.num_cached_tokens
@@ -109,4 +131,7 @@ class Answer:
         last.timings.CopyFrom(request.ordered_timings())
         last.kv_transfer.CopyFrom(request.kv_transfer)
         last.seed = request.checked.sampling.seed
-        return last
+        if responses:
+            responses[-1].MergeFrom(last)
+        else:
+            responses.append(last)

@@ -161,6 +161,7 @@ class Generator:
         if answer.is_stopped and not was_stopped:
             request.stamp_now("finished")
             self._dispatcher.complete(request)
+            responses = answer.take_end(responses)
         if answer.is_over:
             self._metrics.e2e_seconds.observe(time.monotonic() - request.received)
         return responses

@@ -96,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetModelInfoResponse(
             model=self._generator.model_name,
             vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
+            max_model_len=limits.longest_sequence,
             eos_token_ids=self._tokenizer.eos_token_ids,
             dtype=infos[0].fingerprint.dtype if infos else "",
             page_size=limits.page_size,

@@ -28,10 +28,13 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TokenizerError(f"--model {folder}: its tokenizer can't be loaded: {error}") from error
-        self.eos_token_ids = _eos_token_ids(folder)
         file = folder / "tokenizer.json"
         self.file_hash = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         self._token_bytes = TokenBytes(self._tokenizer)
+        self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._token_bytes.special_ids)
+        texts = {token: self._tokenizer.convert_ids_to_tokens(token) for token in self._token_bytes.special_ids}
+        self.special_tokens: dict[int, str] = {token: text for token, text in texts.items() if text}
+        """Texts of the tokens that answers hide, by id."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with whatever the tokenizer puts around a prompt.
@@ -152,11 +155,35 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids that end an answer: those of generation_config.json, else of config.json."""
+def _eos_token_ids(folder: Path, tokenizer: Any, special_ids: frozenset[int]) -> tuple[int, ...]:
+    """Ids that end an answer: all that generation_config.json, config.json and the tokenizer name, and what the chat
+    template puts behind an assistant's turn. Published models often name only one of them in each place."""
+    found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
-            ids = json.loads((folder / name).read_text()).get("eos_token_id")
-            if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
+            config = json.loads((folder / name).read_text())
+            for place in (config, config.get("text_config")):
+                ids = place.get("eos_token_id") if isinstance(place, dict) else None
+                found.update(ids if isinstance(ids, list) else [ids] if ids is not None else [])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    end_of_turn = _end_of_turn(tokenizer)
+    if end_of_turn in special_ids:
+        found.add(end_of_turn)
+    return tuple(sorted(found))
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The token that the chat template writes right behind what an assistant said; None: there is no template, or it
+    writes nothing."""
+    said = "kvferry"
+    if not tokenizer.chat_template:
+        return None
+    try:
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+        rendered: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
+    except Exception:  # a template is code that came with the model; it need not take this conversation
+        return None
+    behind = rendered.rpartition(said)[2]
+    ids: list[int] = tokenizer(behind, add_special_tokens=False).input_ids if behind else []
+    return ids[0] if ids else None

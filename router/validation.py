@@ -39,6 +39,13 @@ class ClusterLimits:
     prefill_pages: int
     decode_pages: int
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of prompt and output together that can really be had: the model's limit, or what the smaller pool
+        holds. The last token's KV is never computed, so one more token than a pool holds can exist. The prefill pool
+        counts for the whole answer too: a request that loses its decode worker is computed again with its tokens."""
+        return min(self.max_model_len, min(self.prefill_pages, self.decode_pages) * self.page_size + 1)
+
 
 @dataclass(frozen=True)
 class CheckedRequest:
@@ -245,17 +252,8 @@ def _check_length(stop: inference_pb2.StopConditions, num_prompt_tokens: int, li
             f"has {num_prompt_tokens} tokens; with at least 1 token to answer, at most "
             f"{limits.max_model_len - 1} fit the model's limit of {limits.max_model_len}",
         )
-    pool = limits.prefill_pages * limits.page_size
-    if num_prompt_tokens > pool:
-        raise InvalidArgument(
-            "prompt",
-            f"has {num_prompt_tokens} tokens; the prefill worker's pool holds {pool} "
-            f"({limits.prefill_pages} pages of {limits.page_size})",
-        )
-    # The last token's KV is never computed, so one more token than a pool holds can exist. The prefill pool counts
-    # for the whole answer too: a request that loses its decode worker is computed again with the tokens it has.
     pages, tier = min((limits.decode_pages, "decode"), (limits.prefill_pages, "prefill"))
-    longest = min(limits.max_model_len, pages * limits.page_size + 1)
+    longest = limits.longest_sequence
     if num_prompt_tokens >= longest:
         raise InvalidArgument(
             "prompt",

@@ -32,7 +32,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     def get(family: str) -> Path:
         if family not in made:
-            made[family] = make_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family}"))
+            made[family] = make_tiny_model(family, tmp_path_factory.mktemp(f"tiny-{family.replace(' ', '-')}"))
         return made[family]
 
     return get

@@ -21,8 +21,18 @@ class Family:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    model_type: str = ""
+    """Empty: the name."""
 
 
+_LLAMA3_ROPE = {
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 32}
 FAMILIES = {
     family.name: family
     for family in (
@@ -45,6 +55,30 @@ FAMILIES = {
         Family("granite", {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
         Family("olmo2"),
         Family("smollm3", {"pad_token_id": 0, "no_rope_layers": [1, 0]}),
+        Family("gemma3", {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 16}, "gemma3_text"),
+        Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        Family("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+        Family(
+            "deepseek_v3",
+            {
+                "num_key_value_heads": 4,
+                "q_lora_rank": None,
+                "kv_lora_rank": 16,
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+                "first_k_dense_replace": 1,
+                "moe_intermediate_size": 32,
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            },
+        ),
+        Family("llama3 rope", {"rope_parameters": {"rope_type": "llama3", **_LLAMA3_ROPE}}, "llama"),
+        # Short originals, so that tests' prompts go beyond them.
+        Family("yarn", {"rope_parameters": {"rope_type": "yarn", **_YARN}}, "llama"),
+        Family("dynamic rope", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "llama"),
     )
 }
 
@@ -53,7 +87,7 @@ def make_tiny_model(family: str, folder: Path, max_model_len: int = 512) -> Path
     """Saves a random model of a family in fp32 and returns its folder."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        family,
+        FAMILIES[family].model_type or family,
         **{
             "vocab_size": VOCAB_SIZE,
             "hidden_size": 64,

@@ -35,7 +35,7 @@ def test_a_broken_config_is_named(tmp_path):
 
 def test_missing_weights_are_named(tmp_path, tiny_model):
     (tmp_path / "config.json").write_text((tiny_model("llama") / "config.json").read_text())
-    with pytest.raises(ModelLoadError, match="can't be loaded"):
+    with pytest.raises(ModelLoadError, match="has no weights"):
         load(tmp_path)
 
 
@@ -47,7 +47,7 @@ def test_more_length_than_trained_is_refused(tiny_model):
 def test_attention_keywords_that_matter_are_refused():
     """gpt_oss passes `s_aux` (attention sinks): ignoring it would give wrong text."""
     tensor = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(UnsupportedModelError, match="s_aux"):
+    with pytest.raises(UnsupportedModelError, match="needs attention sinks"):
         loader.paged_attention(None, tensor, tensor, tensor, None, s_aux=torch.zeros(1), kvferry_plan=None)
 
 
@@ -61,7 +61,7 @@ def test_attention_masks_are_refused():
     ("model_type", "options", "reason"),
     [
         ("mamba", {"state_size": 8}, "can't be served"),
-        ("gpt_oss", {"num_local_experts": 2, "head_dim": 16}, "s_aux"),
+        ("gpt_oss", {"num_local_experts": 2, "head_dim": 16}, "attention sinks"),
         ("qwen3_next", {"head_dim": 16, "num_experts": 2, "linear_num_value_heads": 2}, "linear_attention"),
         (
             "deepseek_v3",

@@ -301,3 +301,28 @@ async def test_an_error_ends_all_answers(tokenizer):
     with pytest.raises(RequestError, match="not finite"):
         await read_to_the_end()
     assert workers.rig.dispatcher.num_running == 0
+
+
+async def test_a_hidden_special_token_may_be_a_stop_string(tokenizer):
+    workers = ScriptedWorkers(tokenizer, [50, 51, 0, 52, 53])  # 0 is <s>, which answers hide
+    stop = pb.StopConditions(max_tokens=8, stop=["<s>"])
+    responses = await workers.responses(stop=stop)
+    last = responses[-1]
+    assert "".join(r.text for r in responses) == tokenizer.decode([50, 51])
+    assert (last.finish_reason, last.stop_reason, last.usage.completion_tokens) == (pb.FINISH_REASON_STOP, "<s>", 3)
+    assert workers.aborted
+    stop.include_stop = True
+    responses = await ScriptedWorkers(tokenizer, [50, 51, 0, 52, 53]).responses(stop=stop)
+    assert "".join(r.text for r in responses) == tokenizer.decode([50, 51]) + "<s>"
+
+
+@pytest.mark.parametrize("ending", [{}, {"stop": pb.StopConditions(max_tokens=8, stop=["Q"])}])
+async def test_the_last_message_has_the_last_text_and_the_reason(tokenizer, ending):
+    """One more message without text would count as one more token to load tools."""
+    [a, b, c] = tokenizer.encode("abc")
+    end = tokenizer.encode("Q") if ending else []
+    script = [a, b, c, *end, *([60] if ending else [])]
+    workers = ScriptedWorkers(tokenizer, script, finish=pb.FINISH_REASON_LENGTH)
+    responses = await workers.responses(**ending)
+    assert [r.text for r in responses] == (["a", "b", "c", ""] if ending else ["a", "b", "c"])
+    assert [bool(r.finish_reason) for r in responses] == [False] * (len(responses) - 1) + [True]

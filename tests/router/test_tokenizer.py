@@ -119,13 +119,26 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tiny_model):
     assert as_messages == tokenizer.encode("<s>hi")
 
 
-def test_eos_ids_are_those_of_the_generation_config_else_of_the_config(real, by_byte, tmp_path):
+def test_all_that_name_an_end_of_sequence_are_heard(real, by_byte, tmp_path, tiny_model):
     assert (real.eos_token_ids, by_byte.eos_token_ids) == ((2,), (1,))
-    assert _eos_token_ids(tmp_path) == ()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 5}')
-    assert _eos_token_ids(tmp_path) == (5,)
+    plain = Tokenizer(tiny_model("llama"))._tokenizer
+    (tmp_path / "config.json").write_text('{"eos_token_id": 5, "text_config": {"eos_token_id": [6]}}')
+    assert _eos_token_ids(tmp_path, plain, frozenset()) == (1, 5, 6)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert _eos_token_ids(tmp_path) == (7, 8)
+    assert _eos_token_ids(tmp_path, plain, frozenset()) == (1, 5, 6, 7, 8)
+
+
+def test_what_the_template_puts_behind_an_assistants_turn_ends_an_answer(tmp_path, tiny_model):
+    """Some published models name only the end of text in their configs, and end a turn with another token."""
+    plain = Tokenizer(tiny_model("llama"))._tokenizer
+    plain.add_special_tokens({"additional_special_tokens": ["<|turn_ends|>"]})
+    plain.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|turn_ends|>{% endfor %}"
+    [end] = plain("<|turn_ends|>", add_special_tokens=False).input_ids
+    assert _eos_token_ids(tmp_path, plain, frozenset({0, 1, end})) == (1, end)
+    plain.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}, {% endfor %}"
+    assert _eos_token_ids(tmp_path, plain, frozenset({0, 1, end})) == (1,)  # a comma is text
+    plain.chat_template = "{{ raise_exception('never') }}"
+    assert _eos_token_ids(tmp_path, plain, frozenset({0, 1, end})) == (1,)
 
 
 def stream(stops, pieces, include_stop=False):
@@ -180,3 +193,14 @@ def test_cutting_does_not_depend_on_the_pieces(text, stops, rng):
     assert (matched is not None) == bool(found)
     if len(set(map(len, stops))) == 1:
         assert joined == expected
+
+
+def test_hidden_text_counts_for_stops_and_is_not_shown():
+    matcher = StopStrings(["<end>\nUser"], include_stop=False)
+    shown = [matcher.add("Hi"), matcher.add("<end>", is_hidden=True), matcher.add("\nUs"), matcher.add("er: x")]
+    assert (shown, matcher.matched) == (["Hi", "", "", ""], "<end>\nUser")
+    matcher = StopStrings(["<end>\nUser"], include_stop=False)
+    shown = [matcher.add("Hi"), matcher.add("<end>", is_hidden=True), matcher.add("\nUs"), matcher.add("ual")]
+    assert ("".join(shown), matcher.matched) == ("Hi\nUsual", None)
+    matcher = StopStrings(["xx"], include_stop=True)
+    assert "".join([matcher.add("a<"), matcher.add("<b>", is_hidden=True), matcher.add("c"), matcher.finish()]) == "a<c"

@@ -1,0 +1,164 @@
+"""Looks at a model's files before anything is loaded from them. No torch in here, so that a command can say at once
+what is wrong with a folder.
+
+Only headers are read: a checkpoint of any size takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelLoadError, UnsupportedModelError
+
+LFS_POINTER = b"version https://git-lfs"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
+"""Any one of these makes a tokenizer."""
+PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+LONGEST_HEADER_BYTES = 100_000_000
+"""What the safetensors format allows."""
+NAMES_IN_A_MESSAGE = 5
+
+
+def check_folder(folder: Path, with_weights: bool = True) -> None:
+    """Whether a folder can be served, as far as its files tell.
+
+    with_weights: False for a process that reads config and tokenizer only.
+    Raises ModelLoadError naming the file, UnsupportedModelError naming what its weights need.
+    """
+    config = read_json(folder / "config.json")
+    if config.get("is_encoder_decoder"):
+        raise UnsupportedModelError(
+            f"{folder}: {config.get('model_type', 'it')} is an encoder-decoder model; only decoder-only models are served"
+        )
+    tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not tokenizers:
+        raise ModelLoadError(f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model); copy it there")
+    for path in tokenizers:
+        _refuse_pointer(path)
+    if with_weights:
+        check_weights(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ModelLoadError naming the file."""
+    if not path.is_file():
+        raise ModelLoadError(f"{path.parent}: has no {path.name}")
+    _refuse_pointer(path)
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: holds no JSON object")
+    return content
+
+
+def some_names(names: list[str]) -> str:
+    """The first few of many names, and how many more there are."""
+    shown = ", ".join(names[:NAMES_IN_A_MESSAGE])
+    return shown if len(names) <= NAMES_IN_A_MESSAGE else f"{shown} and {len(names) - NAMES_IN_A_MESSAGE} more"
+
+
+def _refuse_pointer(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ModelLoadError(f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder")
+
+
+def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
+    text_config = config.get("text_config")
+    for place in (config, text_config if isinstance(text_config, dict) else {}):
+        found = place.get("quantization_config") or place.get("compression_config")
+        if found:
+            method = found.get("quant_method") or found.get("format") if isinstance(found, dict) else None
+            raise UnsupportedModelError(
+                f"{folder}: its weights are quantized with {method or 'an unnamed method'} (quantization_config in "
+                "config.json); only unquantized checkpoints and GGUF files are served"
+            )
+
+
+def check_weights(folder: Path) -> None:
+    """Whether the weights are there, whole, and plain numbers.
+
+    Raises ModelLoadError naming the file, UnsupportedModelError naming what the weights need.
+    """
+    _refuse_quantized(folder, read_json(folder / "config.json"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelLoadError(f"{index}: has no weight_map")
+        shards = sorted(set(weight_map.values()))
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise ModelLoadError(f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there")
+        tensors = {name: tensor for shard in shards for name, tensor in _safetensors_header(folder / shard).items()}
+        absent = sorted(set(weight_map) - set(tensors))
+        if absent:
+            raise ModelLoadError(f"{folder}: {index.name} names {some_names(absent)}, which no file has")
+    elif (folder / "model.safetensors").is_file():
+        tensors = _safetensors_header(folder / "model.safetensors")
+    else:
+        _check_pickles(folder)
+        return
+    packed = sorted(name for name, tensor in tensors.items() if _is_packed(name, str(tensor.get("dtype"))))
+    if packed:
+        dtypes = ", ".join(sorted({str(tensors[name].get("dtype")) for name in packed}))
+        raise UnsupportedModelError(
+            f"{folder}: {some_names(packed)} {_is_are(packed)} quantized ({dtypes}); only unquantized checkpoints and "
+            "GGUF files are served"
+        )
+
+
+def _check_pickles(folder: Path) -> None:
+    """Older checkpoints: torch's own format."""
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelLoadError(f"{folder}: has no weights (model.safetensors, or an index that names its parts)")
+    for path in files:
+        _refuse_pointer(path)
+
+
+def _is_packed(name: str, dtype: str) -> bool:
+    """Whether a tensor is a weight in a form that needs its method's own kernels. Integer buffers, masks and the like
+    are no weights."""
+    return dtype not in PLAIN_DTYPES and (dtype.startswith("F") or "weight" in name.rpartition(".")[2])
+
+
+def _safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """What a file says of its tensors, by name. Raises ModelLoadError if it can't be whole.
+
+    The format: 8 bytes (length of the header, little endian), the header as JSON, the tensors.
+    """
+    _refuse_pointer(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or not 2 <= length <= LONGEST_HEADER_BYTES:
+            raise ModelLoadError(f"{path}: is no safetensors file")
+        raw = file.read(length)
+    if len(raw) < length:
+        raise ModelLoadError(f"{path}: is cut off: it has {size} bytes, its header alone {8 + length}")
+    try:
+        header = json.loads(raw)
+        tensors: dict[str, dict[str, Any]] = {name: t for name, t in header.items() if name != "__metadata__"}
+        end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ModelLoadError(f"{path}: its header can't be read: {error!r}") from error
+    if end > size:
+        raise ModelLoadError(f"{path}: is cut off: it has {size} bytes of {end}; download it again")
+    return tensors
+
+
+def _is_are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
