@@ -108,6 +108,7 @@ def seconds_per_step(
         worker_id="w",
         incarnation_id="w",
         agent_name="w",
+        address="",
     )
     config = ColocatedConfig(
         EngineConfig(model=""),

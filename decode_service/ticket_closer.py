@@ -12,13 +12,14 @@ import asyncio
 import logging
 import random
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
 from protos import kv_pb2, kv_pb2_grpc
+from rpc.addresses import split_address
 from rpc.channel import open_channel
 from rpc.tls import TlsFiles
 from worker.inbox import Inbox, WriterGone
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 0.05
 LONGEST_PAUSE_SECONDS = 5.0
 CALL_SECONDS = 30.0
+MEET_SECONDS = 3.0
+"""Less than routers give a test of a pair."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,13 @@ class TicketCloser:
         self._closing: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._met: set[tuple[str, str]] = set()
         """(worker id, address): workers that answered, under their name, at their address."""
-        self._introduced: set[Writer] = set()
 
-    def introduce(self, writer: Writer) -> None:
-        """Called on the engine thread: makes sure that a writer's address really leads to it."""
-        if writer not in self._introduced:
-            self._introduced.add(writer)
-            self._loop.call_soon_threadsafe(self._run, self._meet(writer))
+    def meet(self, writer: Writer, on_met: Callable[[str], None]) -> None:
+        """Called on the engine thread: makes sure that a writer's address really leads to it, before it may write.
+
+        on_met: called on the event loop; with nothing if the writer answered there, else with what is wrong.
+        """
+        self._loop.call_soon_threadsafe(self._run, self._meet(writer, on_met))
 
     def close(self, agent_name: str, request_id: str, attempt: int, writer: Writer) -> None:
         """Called on the engine thread. Ends in a WriterGone message, however long it takes."""
@@ -87,16 +90,19 @@ class TicketCloser:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _meet(self, writer: Writer) -> None:
+    async def _meet(self, writer: Writer, on_met: Callable[[str], None]) -> None:
         """Asks for a ticket that does not exist: a harmless question that any writer answers."""
+        where = f"{writer.worker_id} advertises {writer.address or 'no address'}"
         request = kv_pb2.CloseTicketRequest(writer_incarnation_id=writer.incarnation_id)
         try:
-            response = await self._stub(writer).CloseTicket(request, timeout=CALL_SECONDS)
-        except grpc.aio.AioRpcError:
-            response = kv_pb2.CloseTicketResponse()
-        if not self._note(writer, response):
-            self._introduced.discard(writer)
-            log.error("a writer does not answer at its address", extra={"writer": writer.address})
+            response = await self._stub(writer).CloseTicket(request, timeout=MEET_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            on_met(f"{where}, where it does not answer ({error.code().name}); set its --advertise-address")
+            return
+        if not self._note(writer, response) or response.incarnation_id != writer.incarnation_id:
+            on_met(f"{where}, where {response.worker_id} answers; set its --advertise-address")
+        else:
+            on_met("")
 
     async def _close(self, request: kv_pb2.CloseTicketRequest, writer: Writer) -> None:
         pause = FIRST_PAUSE_SECONDS
@@ -147,12 +153,12 @@ class TicketCloser:
 
 async def _refuses_connections(address: str) -> bool:
     """Whether nothing listens at an address: a proof that the process is gone, unlike silence."""
-    host, _, port = address.rpartition(":")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError:
+        host, port = split_address(address)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
         return False
-    verdicts = [await _refuses(str(target[0]), int(port)) for _, _, _, _, target in found]
+    verdicts = [await _refuses(str(target[0]), port) for _, _, _, _, target in found]
     return bool(verdicts) and all(verdicts)
 
 

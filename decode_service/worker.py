@@ -41,6 +41,7 @@ from worker.inbox import (
     SessionOpened,
     TicketOverdue,
     WriterGone,
+    WriterMet,
 )
 from worker.load_reporter import LoadReporter
 from worker.parts import WorkerParts
@@ -149,6 +150,8 @@ class DecodeWorker(AnsweringLoop[DecodeStep, _Request]):
             case Fenced(tag):
                 assert isinstance(tag, tuple)
                 self._on_writer_gone(tag, "the writer is gone, and so are its bytes")
+            case WriterMet(agent_name, probe_id, reason):
+                self._tell_probed(agent_name, probe_id, equal=True, reason=reason)
             case TicketOverdue(request_id, attempt):
                 self._on_ticket_overdue((request_id, attempt))
             case QuarantineTimeout(request_id, attempt):
@@ -214,7 +217,6 @@ class DecodeWorker(AnsweringLoop[DecodeStep, _Request]):
         ticket = IncomingTicket(*key, sequence.page_table[num_cached_pages:], command.writer_agent_name)
         self._parts.pool.open_to_writer(ticket.page_ids)
         writer = Writer(command.writer_agent_name, command.writer_incarnation_id, command.writer_address)
-        self._closer.introduce(writer)
         request = _Request(session_id, sequence, ticket, writer, StopRule(command.stop), command.was_preempted)
         self._requests[key] = request
         self._by_sequence[sequence.sequence_id] = request
@@ -269,14 +271,22 @@ class DecodeWorker(AnsweringLoop[DecodeStep, _Request]):
             self._fail(request, grpc.StatusCode.UNAVAILABLE, f"prefill gave up: {ticket.close_reason}", retryable=True)
 
     def _on_probe(self, sender: str, probe: kv_pb2.Probe) -> None:
-        """Test pages came: are they what was sent? All routers hear it; the one that asked knows the name."""
+        """Test pages came: are they what was sent? If so, their writer has to answer at its address too."""
         if not probe.sha256:
             return  # the first write of a test is for its time only
         pages = self._parts.probe_pages
-        probed = worker_pb2.ProbedEvent(
-            writer_agent_name=sender, probe_id=probe.probe_id, equal=pages.digest() == probe.sha256
-        )
+        equal = pages.digest() == probe.sha256
         pages.clear()
+        if not equal:
+            self._tell_probed(sender, probe.probe_id, equal=False)
+            return
+        writer = Writer(sender, sender.rpartition("/")[2], probe.writer_address)
+        inbox, probe_id = self._parts.inbox, probe.probe_id
+        self._closer.meet(writer, lambda reason: inbox.put(WriterMet(sender, probe_id, reason)))
+
+    def _tell_probed(self, agent_name: str, probe_id: str, equal: bool, reason: str = "") -> None:
+        """All routers hear how a test ended; the one that asked for it knows its name."""
+        probed = worker_pb2.ProbedEvent(writer_agent_name=agent_name, probe_id=probe_id, equal=equal, reason=reason)
         for session_id in self._parts.sessions.all_ids():
             self._parts.sessions.add(session_id, worker_pb2.SessionResponse(probed=probed))
 

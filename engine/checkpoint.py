@@ -38,7 +38,8 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
     config = read_json(folder / "config.json")
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError(
-            f"{folder}: {config.get('model_type', 'it')} is an encoder-decoder model; only decoder-only models are served"
+            f"{folder}: {config.get('model_type', 'it')} is an encoder-decoder model; only decoder-only models are "
+            "served"
         )
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizers:
@@ -101,7 +102,9 @@ def check_weights(folder: Path) -> None:
         shards = sorted(set(weight_map.values()))
         missing = [name for name in shards if not (folder / name).is_file()]
         if missing:
-            raise ModelLoadError(f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there")
+            raise ModelLoadError(
+                f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there"
+            )
         tensors = {name: tensor for shard in shards for name, tensor in _safetensors_header(folder / shard).items()}
         absent = sorted(set(weight_map) - set(tensors))
         if absent:

@@ -166,7 +166,9 @@ def main() -> None:
     match command:
         case RouterConfig():
             name = command.served_model_name or Path(command.model).name
-            command = dataclasses.replace(command, model=_folder_of(command.model, with_weights=False), served_model_name=name)
+            command = dataclasses.replace(
+                command, model=_folder_of(command.model, with_weights=False), served_model_name=name
+            )
             import router.__main__ as router_process
 
             run_process(lambda: router_process.serve(command), router_process.EXPECTED_ERRORS)

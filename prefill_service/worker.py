@@ -555,7 +555,8 @@ class PrefillWorker(EngineLoop):
             self._send_probe(probe, num_pages=1, sha256=b"")
 
     def _send_probe(self, probe: _Probe, num_pages: int, sha256: bytes) -> None:
-        message = kv_pb2.KvNotification(probe=kv_pb2.Probe(probe_id=probe.probe_id, sha256=sha256))
+        told = kv_pb2.Probe(probe_id=probe.probe_id, sha256=sha256, writer_address=self._parts.address)
+        message = kv_pb2.KvNotification(probe=told)
         write = PageWrite(
             tag=probe,
             agent_name=probe.agent_name,

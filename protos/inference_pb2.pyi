@@ -114,19 +114,25 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user", "assistant", or what the model's template knows."""
+    """Who speaks: "system", "user", "assistant", or what the model's template knows. "developer" is "system" where the
+    template does not know it.
+    """
     content: _builtins.str
     """What is said."""
+    name: _builtins.str
+    """Which of several that have the same role; empty: not said. Only some templates read it."""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,7 +147,7 @@ class ChatMessages(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The turns, oldest first."""
+        """The turns, oldest first; at most 4096."""
 
     def __init__(
         self,
@@ -295,7 +301,9 @@ class StopConditions(_message.Message):
     """Leaves the matched stop string, or the ending token's text, in the text."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ends the answer when its text contains one of these."""
+        """Ends the answer when its text contains one of these; special tokens count, even where they are hidden. At most 64,
+        of at most 4096 characters together; empty ones say nothing.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -254,19 +254,25 @@ class Probe(_message.Message):
 
     PROBE_ID_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
+    WRITER_ADDRESS_FIELD_NUMBER: _builtins.int
     probe_id: _builtins.str
     """Names the test."""
     sha256: _builtins.bytes
     """SHA-256 of all test pages in order."""
+    writer_address: _builtins.str
+    """Where the writer's PageTicketService listens: the owner tries it before the pair is used, since without it pages of
+    a writer that died could never be taken back.
+    """
     def __init__(
         self,
         *,
         probe_id: _builtins.str = ...,
         sha256: _builtins.bytes = ...,
+        writer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["probe_id", b"probe_id", "sha256", b"sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probe_id", b"probe_id", "sha256", b"sha256", "writer_address", b"writer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

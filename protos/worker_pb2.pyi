@@ -1148,22 +1148,26 @@ class ProbedEvent(_message.Message):
     WRITER_AGENT_NAME_FIELD_NUMBER: _builtins.int
     PROBE_ID_FIELD_NUMBER: _builtins.int
     EQUAL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     writer_agent_name: _builtins.str
     """Agent of the prefill worker."""
     probe_id: _builtins.str
     """From the command."""
     equal: _builtins.bool
     """Every byte came as it was sent."""
+    reason: _builtins.str
+    """Why the pair can't be used though they did: the writer does not answer at the address that it advertises."""
     def __init__(
         self,
         *,
         writer_agent_name: _builtins.str = ...,
         probe_id: _builtins.str = ...,
         equal: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "probe_id", b"probe_id", "writer_agent_name", b"writer_agent_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "probe_id", b"probe_id", "reason", b"reason", "writer_agent_name", b"writer_agent_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

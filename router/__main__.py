@@ -14,11 +14,13 @@ from protos import inference_pb2_grpc, worker_pb2
 from router.config import DNS_PREFIX, RouterConfig, split_addresses
 from router.dispatch import Dispatcher
 from router.generation import Generator
-from router.http_api import HttpApi, HttpServer
+from router.http_api import HttpApi
+from router.http_server import HttpServer
 from router.metrics import RouterMetrics
 from router.servicer import ADMIN_SERVICE_NAME, SERVICE_NAME, AdminServicer, InferenceServicer
 from router.tokenizer import Tokenizer, TokenizerError
 from router.tracing import Tracing
+from rpc.addresses import join_address, normal_address
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
@@ -68,11 +70,13 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
         metrics.registry,
         why_not_ready=lambda: "" if dispatcher.pool.ready_pairs() else dispatcher.pool.why_not_ready(),
         count_end=lambda status: metrics.ended.labels(status).inc(),
+        cors_origins=config.cors_origins,
     )
     tls = tls_files(config.process)
     https = tls.https(config.tls_clients == "verified") if tls is not None and config.http_tls else None
-    http = HttpServer(http_api.app, config.process.host, config.http_port, config.drain_seconds, https)
-    metrics_port = serve_metrics(metrics.registry, config.process.host, config.process.metrics_port)
+    host = config.process.host
+    http = HttpServer(http_api.app, host, config.http_port, config.drain_seconds, https, config.http_keepalive_seconds)
+    metrics_port = serve_metrics(metrics.registry, host, config.process.metrics_port)
     await server.start()
     http.start()
     for addresses, tier in (
@@ -84,10 +88,10 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, model_name: str) ->
             if address.startswith(DNS_PREFIX):
                 dispatcher.pool.watch(address.removeprefix(DNS_PREFIX), tier)
             else:
-                dispatcher.pool.add(address, tier)
+                dispatcher.pool.add(normal_address(address), tier)
     urls = {
-        "http": f"{http.scheme}://{config.process.host}:{http.port}",
-        "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
+        "http": f"{http.scheme}://{join_address(host, http.port)}",
+        "metrics": f"http://{join_address(host, metrics_port)}/metrics",
     }
     log.info("router listens", extra={"address": server.address, "model": model_name, **urls})
     ready_content: dict[str, object] = {

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rpc.addresses import split_address
 from rpc.config import ProcessConfig
 
 Admission = Literal["always", "predictive"]
@@ -51,6 +52,12 @@ class RouterConfig:
 
     http_port: int = 0
     """Port of the OpenAI-compatible HTTP front, on the same host; 0 picks a free one."""
+    http_keepalive_seconds: float = 75.0
+    """How long an HTTP connection without a request stays open: longer than a proxy before it keeps it (often 60 s), or
+    the proxy sends requests into connections that are closing."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the HTTP front from a browser, such as https://chat.example.com; * for all.
+    None given: no page may."""
     max_queue_requests: int = 1024
     """Requests that may wait for workers; one more is refused with RESOURCE_EXHAUSTED."""
     max_queue_tokens: int | None = None
@@ -84,9 +91,12 @@ class RouterConfig:
             ("--colocated", self.colocated),
         ):
             for address in split_addresses(addresses):
-                host, _, port = address.removeprefix(DNS_PREFIX).rpartition(":")
-                if not host or "/" in host or not port.isdigit() or not 1 <= int(port) <= 65535:
-                    raise ValueError(f"{flag} has {address!r}; it must look like host:port or dns:///name:port")
+                try:
+                    split_address(address.removeprefix(DNS_PREFIX))
+                except ValueError as error:
+                    raise ValueError(f"{flag}: {error}, or dns:///name:port") from None
+        if not self.http_keepalive_seconds > 0:
+            raise ValueError(f"--http-keepalive-seconds is {self.http_keepalive_seconds:g}; it must be above 0")
         if not 0 <= self.http_port <= 65535:
             raise ValueError(f"--http-port is {self.http_port}; it must be between 0 and 65535")
         if self.tls_clients == "verified" and self.process.tls_folder is None:

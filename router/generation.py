@@ -6,8 +6,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from protos import inference_pb2
 from router.answer import Answer
@@ -18,11 +20,13 @@ from router.request import Request
 from router.tokenizer import Tokenizer
 from router.tracing import NO_HEADERS, RequestTrace, Tracing
 from router.validation import CheckedRequest, ClusterLimits, check_request
-from rpc.errors import AlreadyExists, Cancelled, DeadlineExceeded, Unavailable
+from rpc.errors import AlreadyExists, Cancelled, DeadlineExceeded, Unavailable, quoted
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 FIRST_LIMITS_POLL_SECONDS = 0.05
+TOKENIZER_THREADS = 2
 BYTES_TO_CHECK_AT_ONCE = 20_000
 """Requests up to this size are checked on the event loop: a millisecond or two."""
 
@@ -42,6 +46,15 @@ class Generator:
         self._metrics, self._tracing = metrics, tracing
         self._limits: ClusterLimits | None = None
         self._running_ids: set[str] = set()
+        self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request of this id runs."""
+        return request_id in self._running_ids
+
+    async def tokenizing(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Runs what may take long beside the event loop. If the caller is cancelled before its turn, it never runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, function, *arguments)
 
     def limits(self) -> ClusterLimits:
         """What workers can take; the last known if none is there. Raises Unavailable if none ever was."""
@@ -101,11 +114,11 @@ class Generator:
         limits = await self._first_limits()
         if request.ByteSize() > BYTES_TO_CHECK_AT_ONCE:
             # Tokenizing a long text takes long; other streams must not wait for it.
-            checked = await asyncio.to_thread(check_request, request, self._tokenizer, self.model_name, limits)
+            checked = await self.tokenizing(check_request, request, self._tokenizer, self.model_name, limits)
         else:
             checked = check_request(request, self._tokenizer, self.model_name, limits)
         if checked.request_id in self._running_ids:
-            raise AlreadyExists(f"request_id: {checked.request_id!r} is running already")
+            raise AlreadyExists(f"request_id: {quoted(checked.request_id)} is running already")
         self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids), deadline_seconds)
         deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
         news = asyncio.Event()

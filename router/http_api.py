@@ -8,55 +8,51 @@ client that goes away cancels its request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import json
 import logging
+import re
 import secrets
-import socket
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import grpc
-import uvicorn
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protos import inference_pb2
 from router.generation import Generator
-from router.openai_models import ChatBody, CompletionBody, body_error
-from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, RequestError
-from rpc.server import PortInUse
-from rpc.tls import HttpsContext
+from router.http_errors import error_of, error_response, http_error
+from router.http_forms import ChatForm, CompletionForm, Form
+from router.openai_models import ChatBody, CommonBody, CompletionBody, body_error
+from router.validation import MAX_REQUEST_ID_CHARACTERS
+from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, RequestError, Unavailable, quoted
 
 log = logging.getLogger(__name__)
 
-LARGEST_BODY_BYTES = 64 * 1024 * 1024
+LARGEST_BODY_BYTES = 16 * 1024 * 1024
+"""A prompt of a million tokens is some 7 MB as ids."""
 BYTES_TO_PARSE_AT_ONCE = 20_000
 """Bodies up to this size are read on the event loop."""
-STATUS = {
-    grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
-    grpc.StatusCode.NOT_FOUND: (404, "not_found_error"),
-    grpc.StatusCode.ALREADY_EXISTS: (409, "conflict_error"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: (408, "timeout_error"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "overloaded_error"),
-    grpc.StatusCode.CANCELLED: (499, "cancelled_error"),
-    grpc.StatusCode.UNAVAILABLE: (503, "unavailable_error"),
-}
-"""gRPC status to HTTP status and OpenAI's kind of error; all others are 500, server_error."""
-FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
-
+COMMENT_SECONDS = 5.0
+"""A stream that has nothing to say for so long says a comment, so that no proxy takes it for dead."""
+REQUEST_ID_HEADER = "x-request-id"
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""For proxies: nothing of a stream is to be kept, or kept back."""
 Result = TypeVar("Result")
-Responses = AsyncIterator[tuple[int, inference_pb2.GenerateResponse]]
+Generated = tuple[int, inference_pb2.GenerateResponse]
 """(index of the prompt, response)."""
+GeneratedResponses = AsyncGenerator[Generated, None]
+Pending = asyncio.Future[Generated | None]
 
 
 class HttpApi:
@@ -68,11 +64,17 @@ class HttpApi:
         registry: CollectorRegistry,
         why_not_ready: Callable[[], str],
         count_end: Callable[[str], None],
+        cors_origins: Sequence[str] = (),
     ) -> None:
-        """why_not_ready: empty if a pair is ready. count_end: told the gRPC status name of each ended request."""
+        """why_not_ready: empty if a pair is ready. count_end: told the gRPC status name of each ended request.
+
+        cors_origins: origins of web pages that may call from a browser; "*": all. None given: no page may.
+        """
         self._generator, self._registry = generator, registry
         self._why_not_ready, self._count_end = why_not_ready, count_end
         self._started = int(time.time())
+        self._running_ids: set[str] = set()
+        """Of this front, from the moment that they are given."""
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -83,13 +85,19 @@ class HttpApi:
                 Route("/healthz", self.healthz),
                 Route("/readyz", self.readyz),
                 Route("/health", self.readyz),
-            ]
+            ],
+            middleware=[Middleware(_PlainPaths), *_cors(cors_origins)],
+            exception_handlers={HTTPException: http_error},
         )
 
     # small answers
 
     def _model_object(self) -> dict[str, Any]:
-        return {"id": self._generator.model_name, "object": "model", "created": self._started, "owned_by": "kvferry"}
+        model = {"id": self._generator.model_name, "object": "model", "created": self._started, "owned_by": "kvferry"}
+        try:
+            return {**model, "max_model_len": self._generator.limits().longest_sequence}
+        except Unavailable:
+            return model  # no worker was seen yet
 
     async def models(self, request: Request) -> Response:
         """The one served model."""
@@ -99,8 +107,7 @@ class HttpApi:
         """Whether a model is served."""
         asked = request.path_params["model"]
         if asked != self._generator.model_name:
-            body = error_body(f"model: {asked!r} is not served here", "not_found_error", "model")
-            return JSONResponse(body, 404)
+            return error_response(NotFound(f"model: {quoted(asked)} is not served here"))
         return JSONResponse(self._model_object())
 
     async def metrics(self, request: Request) -> Response:
@@ -120,15 +127,13 @@ class HttpApi:
 
     async def completions(self, request: Request) -> Response:
         """Text from a prompt."""
-        return await self._answer(request, CompletionBody, _Completion())
+        return await self._answer(request, CompletionBody, CompletionForm)
 
     async def chat_completions(self, request: Request) -> Response:
         """The next turn of a conversation."""
-        return await self._answer(request, ChatBody, _Chat())
+        return await self._answer(request, ChatBody, ChatForm)
 
-    async def _answer(
-        self, request: Request, body_type: type[CompletionBody] | type[ChatBody], form: _Form
-    ) -> Response:
+    async def _answer(self, request: Request, body_type: type[CommonBody], form_type: type[Form]) -> Response:
         try:
             raw = await _read_body(request)
             if len(raw) > BYTES_TO_PARSE_AT_ONCE:
@@ -136,36 +141,68 @@ class HttpApi:
                 body, asked = await asyncio.to_thread(_parse, raw, body_type)
             else:
                 body, asked = _parse(raw, body_type)
+            request_id = _request_id(request, body, form_type.id_prefix)
         except RequestError as error:
             self._count_end(error.code.name)
             return error_response(error)
         except ClientDisconnect:
             return Response(status_code=499)
-        form.begin(self._generator.model_name, body.n, body.stream_options)
-        responses = self._generate(asked, body.timeout, request.headers)
+        self._name(asked, request_id, is_own_choice=bool(body.request_id))
+        form = form_type(request_id, self._generator.model_name, body.num_answers, body.wants_usage)
+        responses = self._generate(body, asked, request.headers)
+        answer = self._streamed if body.stream else self._whole
+        response = await answer(request, responses, form)
+        response.headers[REQUEST_ID_HEADER] = request_id
+        return response
+
+    def _name(self, requests: list[inference_pb2.GenerateRequest], request_id: str, is_own_choice: bool) -> None:
+        """Gives requests their ids: in logs and traces they are the id that the client knows.
+
+        is_own_choice: the body names it, so two at once are a mistake. One from a header may come twice: proxies that
+        try again send the same.
+        """
+        for place, request in enumerate(requests):
+            request.request_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
+            is_taken = request.request_id in self._running_ids or self._generator.is_running(request.request_id)
+            if is_taken and not is_own_choice:
+                request.request_id += f"-{secrets.token_hex(4)}"
+            self._running_ids.add(request.request_id)
+
+    async def _whole(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
         try:
-            # The first response decides the status code: what can be refused is refused before anything is sent.
-            first = await _unless_gone(request, anext(responses, None))
-        except RequestError as error:
-            await responses.aclose()
-            return error_response(error)
-        if first is None:
-            await responses.aclose()
-            return Response(status_code=499)
-        if body.stream:
-            return StreamingResponse(self._stream(first, responses, form), media_type="text/event-stream")
-        try:
-            whole = await _unless_gone(request, _collect(first, responses, form))
+            whole = await _unless_gone(request, _collect(responses, form))
         except RequestError as error:
             return error_response(error)
         finally:
             await responses.aclose()
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
+    async def _streamed(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
+        """The first response decides the status code: what can be refused is refused before anything is sent. But a
+        request may wait for long, and then the stream begins with comments, and an error is an event in it."""
+        first = asyncio.ensure_future(anext(responses, None))
+        try:
+            await _unless_gone(request, asyncio.wait({first}, timeout=COMMENT_SECONDS))
+            if first.done():
+                first.result()
+        except RequestError as error:
+            await responses.aclose()
+            return error_response(error)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
+        if first.done() or not await request.is_disconnected():
+            return _EventStream(self._events(first, responses, form), first, responses)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await responses.aclose()
+        return Response(status_code=499)
+
     async def _generate(
-        self, requests: list[inference_pb2.GenerateRequest], timeout: float | None, headers: Mapping[str, str]
-    ) -> AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None]:
+        self, body: CommonBody, requests: list[inference_pb2.GenerateRequest], headers: Mapping[str, str]
+    ) -> GeneratedResponses:
         """Responses of all prompts as they come. Counts how each request ended; closing it cancels them all."""
+        timeout = body.timeout
         queue: asyncio.Queue[tuple[int, inference_pb2.GenerateResponse | Exception | None]] = asyncio.Queue(maxsize=64)
 
         async def pump(place: int, request: inference_pb2.GenerateRequest) -> None:
@@ -187,6 +224,7 @@ class HttpApi:
                 log.exception("generate failed")
                 status, last = "INTERNAL", Internal(f"an unexpected error in the router: {error}")
             finally:
+                self._running_ids.discard(request.request_id)
                 self._count_end(status)
             await queue.put((place, last))
 
@@ -194,6 +232,9 @@ class HttpApi:
         try:
             for _ in range(len(tasks)):
                 while (item := await queue.get())[1] is not None:
+                    if isinstance(item[1], InvalidArgument):
+                        field = body.written_name(item[1].field, item[0])
+                        raise InvalidArgument(field, item[1].description, item[1].reason)
                     if isinstance(item[1], Exception):
                         raise item[1]
                     yield item[0], item[1]
@@ -202,167 +243,82 @@ class HttpApi:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _stream(
-        self,
-        first: tuple[int, inference_pb2.GenerateResponse],
-        responses: AsyncGenerator[tuple[int, inference_pb2.GenerateResponse], None],
-        form: _Form,
-    ) -> AsyncIterator[str]:
-        async with aclosing(responses):
-            try:
-                for chunk in form.chunks(*first):
+    async def _events(self, first: Pending, responses: GeneratedResponses, form: Form) -> AsyncGenerator[str, None]:
+        """Events. first: the first response, which may be still to come."""
+        pending: Pending = first
+        try:
+            while True:
+                while not (await asyncio.wait({pending}, timeout=COMMENT_SECONDS))[0]:
+                    yield ": still working\n\n"
+                if (item := pending.result()) is None:
+                    break
+                for chunk in form.chunks(*item):
                     yield _event(chunk)
-                async for place, response in responses:
-                    for chunk in form.chunks(place, response):
-                        yield _event(chunk)
-                if form.wants_usage:
-                    yield _event(form.usage_chunk())
-            except RequestError as error:
-                # The status line is long gone: the error is an event.
-                yield _event(error_body(error.message, _kind(error)[1], _field(error)))
-            yield "data: [DONE]\n\n"
+                pending = asyncio.ensure_future(anext(responses, None))
+            if form.wants_usage:
+                yield _event(form.usage_chunk())
+        except RequestError as error:
+            # The status line is long gone: the error is an event.
+            yield _event(error_of(error)[1])
+        finally:
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
+        yield "data: [DONE]\n\n"
 
 
-class _Form:
-    """Turns responses into the objects of one endpoint."""
+class _EventStream(StreamingResponse):
+    """Ends the request when the client is gone, however far the stream has come."""
 
-    object_name = ""
-    chunk_name = ""
-    id_prefix = ""
+    def __init__(self, events: AsyncGenerator[str, None], first: Pending, responses: GeneratedResponses) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._events, self._first, self._responses = events, first, responses
 
-    def begin(self, model: str, num_answers: int, options: Any) -> None:
-        """For one request."""
-        self.wants_usage = bool(options and options.include_usage)
-        self._num_answers = num_answers
-        self._common = {"id": f"{self.id_prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._begun: set[int] = set()
-        self._prompt_tokens: dict[int, int] = {}
-        self._cached_tokens: dict[int, int] = {}
-        self._completion_tokens = 0
-        self._text_lengths: Counter[int] = Counter()
-
-    def chunks(self, place: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
-        """What a stream says of a response."""
-        index = self.index_of(place, response)
-        is_first = index not in self._begun
-        self._begun.add(index)
-        self.note_usage(place, response)
-        finish = FINISH.get(response.finish_reason)
-        choice = {"index": index, **self.delta(response, is_first), "finish_reason": finish}
-        if response.token_ids:
-            choice["token_ids"] = list(response.token_ids)
-        if response.logprobs:
-            choice["logprobs"] = self.logprobs(response, self._text_lengths[index])
-        self._text_lengths[index] += len(response.text)
-        if finish and response.stop_reason:
-            choice["stop_reason"] = response.stop_reason
-        usage = {"usage": None} if self.wants_usage else {}
-        yield {**self._common, "object": self.chunk_name, "choices": [choice], **usage}
-
-    def note_usage(self, place: int, response: inference_pb2.GenerateResponse) -> None:
-        """Counts the tokens of an ended answer; each prompt once."""
-        if response.finish_reason:
-            self._prompt_tokens[place] = response.usage.prompt_tokens
-            self._completion_tokens += response.usage.completion_tokens
-            if response.index == 0:  # the others find what the first has computed
-                self._cached_tokens[place] = response.usage.cached_tokens
-
-    def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and answers."""
-        prompt = sum(self._prompt_tokens.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
-        }
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """The last event of a stream that asked for it."""
-        return {**self._common, "object": self.chunk_name, "choices": [], "usage": self.usage()}
-
-    def whole(self, answers: dict[int, list[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
-        """The answer that is not streamed. answers: responses by index."""
-        choices = []
-        for index, responses in sorted(answers.items()):
-            joined = inference_pb2.GenerateResponse()
-            for response in responses:
-                joined.text += response.text
-                joined.token_ids.extend(response.token_ids)
-                joined.logprobs.extend(response.logprobs)
-            finish = FINISH.get(responses[-1].finish_reason)
-            choice: dict[str, Any] = {"index": index, **self.message(joined), "finish_reason": finish, "logprobs": None}
-            if joined.token_ids:
-                choice["token_ids"] = list(joined.token_ids)
-            if joined.logprobs:
-                choice["logprobs"] = self.logprobs(joined, 0)
-            if responses[-1].stop_reason:
-                choice["stop_reason"] = responses[-1].stop_reason
-            choices.append(choice)
-        return {**self._common, "object": self.object_name, "choices": choices, "usage": self.usage()}
-
-    def index_of(self, place: int, response: inference_pb2.GenerateResponse) -> int:
-        """Which choice a response belongs to."""
-        return place * self._num_answers + response.index
-
-    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
-        """New text, in a stream."""
-        raise NotImplementedError
-
-    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        """The whole text."""
-        raise NotImplementedError
-
-    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
-        """Log-probabilities in the endpoint's shape. text_before: characters of the answer sent before."""
-        raise NotImplementedError
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.aclose()
+            self._first.cancel()
+            await asyncio.gather(self._first, return_exceptions=True)
+            await self._responses.aclose()
 
 
-class _Completion(_Form):
-    object_name = chunk_name = "text_completion"
-    id_prefix = "cmpl"
+class _PlainPaths:
+    """A path with a slash at its end is the path without: clients join base and path in their own ways."""
 
-    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
-        return {"text": response.text, "logprobs": None}
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
-    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        return {"text": joined.text}
-
-    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
-        tokens = [_readable(entry.chosen) for entry in response.logprobs]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [entry.chosen.logprob for entry in response.logprobs],
-            "top_logprobs": [{_readable(top): top.logprob for top in entry.top} for entry in response.logprobs],
-            "text_offset": list(itertools.accumulate([text_before, *(len(token) for token in tokens[:-1])])),
-        }
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
-class _Chat(_Form):
-    object_name = "chat.completion"
-    chunk_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
-
-    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
-        role = {"role": "assistant"} if is_first else {}
-        return {"delta": {**role, "content": response.text} if response.text or is_first else {}, "logprobs": None}
-
-    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": joined.text, "refusal": None}}
-
-    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
-        def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
-            return {"token": _readable(token), "logprob": token.logprob, "bytes": list(token.token_bytes)}
-
-        content = [
-            {**entry(position.chosen), "top_logprobs": [entry(top) for top in position.top]}
-            for position in response.logprobs
-        ]
-        return {"content": content, "refusal": None}
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    ]
 
 
-def _readable(token: inference_pb2.TokenLogprob) -> str:
-    return token.token_bytes.decode("utf-8", "replace")
+def _request_id(request: Request, body: CommonBody, prefix: str) -> str:
+    """The body's, else the header's, else a new one. Raises InvalidArgument for a header that is no id."""
+    if body.request_id:
+        return body.request_id
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    if given and not re.fullmatch(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARACTERS}}}", given):
+        raise InvalidArgument(
+            REQUEST_ID_HEADER, f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters without spaces"
+        )
+    return given or f"{prefix}-{secrets.token_hex(12)}"
 
 
 async def _read_body(request: Request) -> bytes:
@@ -376,29 +332,21 @@ async def _read_body(request: Request) -> bytes:
     return b"".join(chunks)
 
 
-def _parse(
-    raw: bytes, body_type: type[CompletionBody] | type[ChatBody]
-) -> tuple[CompletionBody | ChatBody, list[inference_pb2.GenerateRequest]]:
+def _parse(raw: bytes, body_type: type[CommonBody]) -> tuple[CommonBody, list[inference_pb2.GenerateRequest]]:
     """Raises InvalidArgument."""
     try:
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
-        raise body_error(error.errors()) from error
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        raise body_error(errors, frozenset(body_type.model_fields)) from None
     return body, body.requests()
 
 
-async def _collect(
-    first: tuple[int, inference_pb2.GenerateResponse], responses: Responses, form: _Form
-) -> dict[str, Any]:
+async def _collect(responses: GeneratedResponses, form: Form) -> dict[str, Any]:
     answers: dict[int, list[inference_pb2.GenerateResponse]] = {}
-
-    def add(place: int, response: inference_pb2.GenerateResponse) -> None:
+    async for place, response in responses:
         form.note_usage(place, response)
         answers.setdefault(form.index_of(place, response), []).append(response)
-
-    add(*first)
-    async for item in responses:
-        add(*item)
     return form.whole(answers)
 
 
@@ -423,87 +371,5 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def error_body(message: str, kind: str, field: str | None) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
-
-
-def _kind(error: RequestError) -> tuple[int, str]:
-    return STATUS.get(error.code, (500, "server_error"))
-
-
-def _field(error: RequestError) -> str | None:
-    return error.field if isinstance(error, InvalidArgument) else None
-
-
-def error_response(error: RequestError) -> Response:
-    """An error as an answer."""
-    status, kind = _kind(error)
-    headers = {"retry-after": "1"} if status in (429, 503) else None
-    return JSONResponse(error_body(error.message, kind, _field(error)), status, headers)
-
-
 def _event(chunk: dict[str, Any]) -> str:
     return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-class HttpServer:
-    """Runs the app on the current event loop."""
-
-    def __init__(
-        self, app: Starlette, host: str, port: int, drain_seconds: float = 2.0, tls: HttpsContext | None = None
-    ) -> None:
-        """Binds the port; 0 picks a free one. Raises PortInUse. drain_seconds: for what runs when it is stopped."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol named: only then asyncio sets TCP_NODELAY, without which tokens wait 40 ms for each other.
-        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind((host.strip("[]"), port))
-        except OSError as error:
-            self._socket.close()
-            raise PortInUse(f"--http-port is {port}, which can't be used on {host}: {error}") from error
-        self.port: int = self._socket.getsockname()[1]
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            lifespan="off",
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(drain_seconds)),
-        )
-        self._tls = tls
-        if tls is not None:
-            config.load()
-            config.ssl = tls.context
-        self._server = _Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Begins to serve."""
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
-
-    @property
-    def scheme(self) -> str:
-        """http or https."""
-        return "http" if self._tls is None else "https"
-
-    def renew_certificate(self) -> None:
-        """Takes up files that changed."""
-        if self._tls is not None:
-            self._tls.renew()
-
-    async def stop(self) -> None:
-        """Takes nothing new, lets what runs end in its time, and ends."""
-        self._server.should_exit = True
-        if self._task is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process, which has other things to end too."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
-        yield

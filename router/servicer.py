@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,13 +16,15 @@ from router.dispatch import Dispatcher
 from router.generation import Generator
 from router.metrics import RouterMetrics
 from router.tokenizer import Tokenizer
-from router.validation import check_model, check_token_ids, prompt_token_ids
-from rpc.errors import Internal, RequestError
+from router.validation import MIN_DETOKENIZE_IDS, ClusterLimits, check_model, check_token_ids, prompt_token_ids
+from rpc.errors import Internal, InvalidArgument, RequestError
 
 log = logging.getLogger(__name__)
 
 SERVICE_NAME = "kvferry.v1.InferenceService"
 ADMIN_SERVICE_NAME = "kvferry.v1.AdminService"
+DEADLINE_SLACK_SECONDS = 0.01
+"""gRPC's clock for deadlines is another one, in whole milliseconds."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -39,7 +42,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams an answer."""
         headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
-        responses = self._generator.generate(request, context.time_remaining(), headers)
+        seconds = context.time_remaining()
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        responses = self._generator.generate(request, seconds, headers)
         status = "CANCELLED"
         try:
             async for response in responses:
@@ -49,6 +54,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             status = error.code.name
             await error.abort(context)
         except asyncio.CancelledError:
+            # gRPC itself ends a call at its deadline.
+            if time.monotonic() >= deadline - DEADLINE_SLACK_SECONDS:
+                status = "DEADLINE_EXCEEDED"
             raise
         except Exception:
             status = "INTERNAL"
@@ -65,9 +73,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Ids of a text or chat."""
         try:
             check_model(request.model, self._generator.model_name)
-            vocab_size = self._generator.limits().vocab_size
-            # A long text takes long; streams must not wait for it.
-            ids = await asyncio.to_thread(prompt_token_ids, request, self._tokenizer, vocab_size)
+            limits = self._generator.limits()
+            ids = await self._generator.tokenizing(prompt_token_ids, request, self._tokenizer, limits, False)
         except RequestError as error:
             await error.abort(context)
         return inference_pb2.TokenizeResponse(token_ids=ids)
@@ -78,11 +85,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Text of ids."""
         try:
             check_model(request.model, self._generator.model_name)
-            check_token_ids("token_ids", request.token_ids, self._generator.limits().vocab_size)
+            text = await self._generator.tokenizing(self._detokenize, request, self._generator.limits())
         except RequestError as error:
             await error.abort(context)
-        text = await asyncio.to_thread(self._tokenizer.decode, request.token_ids, request.include_special_tokens)
         return inference_pb2.DetokenizeResponse(text=text)
+
+    def _detokenize(self, request: inference_pb2.DetokenizeRequest, limits: ClusterLimits) -> str:
+        """Raises InvalidArgument."""
+        most = max(limits.longest_sequence, MIN_DETOKENIZE_IDS)
+        if len(request.token_ids) > most:
+            raise InvalidArgument("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed")
+        ids = list(request.token_ids)
+        check_token_ids("token_ids", ids, limits.vocab_size)
+        return self._tokenizer.decode(ids, request.include_special_tokens)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

@@ -6,11 +6,42 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from rpc.errors import InvalidArgument
+from rpc.errors import LONGEST_QUOTE, InvalidArgument
+
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+CHARACTERS_PER_TOKEN = 8
+"""Twice what texts have. If a text is longer than this for each token that fits, a part tells that it is too long."""
+SLACK_TOKENS = 16
+"""A part of a text may have so many tokens more than it has in the whole: where it was cut."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+    name: str = ""
+
+    def for_template(self, knows_developers: bool) -> dict[str, str]:
+        """As templates read it. knows_developers: the template has that role; else it is what it was called before."""
+        role = "system" if self.role == "developer" and not knows_developers else self.role
+        return {"role": role, "content": self.content, **({"name": self.name} if self.name else {})}
+
+
+def too_long(num_tokens: int, longest_sequence: int, pool_words: str = "", at_least: bool = False) -> InvalidArgument:
+    """The error for a prompt that leaves no room for an answer."""
+    return InvalidArgument(
+        "prompt",
+        f"has {'at least ' if at_least else ''}{num_tokens} tokens; with at least 1 token to answer, at most "
+        f"{longest_sequence - 1} fit: this model's maximum context length is {longest_sequence} tokens{pool_words}",
+        reason=CONTEXT_LENGTH_EXCEEDED,
+    )
 
 
 class TokenizerError(Exception):
@@ -32,36 +63,60 @@ class Tokenizer:
         self.file_hash = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         self._token_bytes = TokenBytes(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._token_bytes.special_ids)
+        self.longest_token = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
+        """Characters of the longest token, as the vocabulary writes it: no token stands for more."""
         texts = {token: self._tokenizer.convert_ids_to_tokens(token) for token in self._token_bytes.special_ids}
         self.special_tokens: dict[int, str] = {token: text for token, text in texts.items() if text}
         """Texts of the tokens that answers hide, by id."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, max_tokens: int | None = None, longest_sequence: int = 0) -> list[int]:
         """Ids of plain text, with whatever the tokenizer puts around a prompt.
 
         Text that already begins with the tokenizer's beginning-of-sequence token gets no second one.
+        max_tokens, longest_sequence: how long a prompt and a sequence may be; None: however long.
+        Raises InvalidArgument if it is longer; it may stop reading then.
         """
+        self._check_length(text, max_tokens, longest_sequence)
         ids: list[int] = self._tokenizer(text).input_ids
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
-    def encode_chat(self, messages: Seq[tuple[str, str]]) -> list[int]:
-        """Ids of a conversation of (role, content), rendered by the model's template.
+    def encode_chat(self, messages: Seq[Turn], max_tokens: int | None = None, longest_sequence: int = 0) -> list[int]:
+        """Ids of a conversation, rendered by the model's template.
 
-        Raises InvalidArgument if there is no template or it refuses the conversation.
+        max_tokens, longest_sequence: see `encode`.
+        Raises InvalidArgument if there is no template, if it refuses the conversation, or if that is too long.
         """
-        if not self._tokenizer.chat_template:
+        template = self._tokenizer.chat_template
+        if not template:
             raise InvalidArgument("chat", "this model has no chat template; send text or token_ids")
-        turns = [{"role": role, "content": content} for role, content in messages]
+        num_characters = sum(len(turn.content) for turn in messages)
+        if max_tokens is not None and num_characters > (max_tokens + 1) * self.longest_token:
+            raise too_long(num_characters // self.longest_token, longest_sequence, at_least=True)
+        knows_developers = "developer" in str(template)
+        turns = [turn.for_template(knows_developers) for turn in messages]
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                turns, tokenize=True, add_generation_prompt=True, return_dict=True
-            )
+            rendered: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:
             # A template is code that came with the model; whatever it raises is about this conversation.
-            raise InvalidArgument("chat", f"the model's chat template refuses it: {error}") from error
-        ids: list[int] = rendered["input_ids"]
+            message = f"the model's chat template refuses it: {str(error)[:LONGEST_QUOTE]}"
+            raise InvalidArgument("chat", message) from error
+        self._check_length(rendered, max_tokens, longest_sequence)
+        ids: list[int] = self._tokenizer(rendered, add_special_tokens=False).input_ids
         return ids
+
+    def _check_length(self, text: str, max_tokens: int | None, longest_sequence: int) -> None:
+        """Raises InvalidArgument if a text surely has more tokens than may be. Tokenizing costs some hundred bytes of
+        memory for each byte of text, so a text that is far too long is not tokenized to its end."""
+        if max_tokens is None:
+            return
+        if len(text) > (max_tokens + 1) * self.longest_token:
+            raise too_long(len(text) // self.longest_token, longest_sequence, at_least=True)
+        part = (max_tokens + SLACK_TOKENS) * CHARACTERS_PER_TOKEN
+        if len(text) > 2 * part:
+            num_tokens = len(self._tokenizer(text[:part], add_special_tokens=False).input_ids) - SLACK_TOKENS
+            if num_tokens > max_tokens:
+                raise too_long(num_tokens, longest_sequence, at_least=True)
 
     def decode(self, token_ids: Seq[int], include_special_tokens: bool = False) -> str:
         """Text of ids."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+import struct
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import TypeVar
 
 from engine.page_keys import page_keys
 from protos import inference_pb2, worker_pb2
-from router.tokenizer import Tokenizer
-from rpc.errors import InvalidArgument, NotFound
+from router.tokenizer import CONTEXT_LENGTH_EXCEEDED, Tokenizer, Turn, too_long
+from rpc.errors import InvalidArgument, NotFound, quoted
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1000
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+"""Of all stop strings of a request together: they are looked for at each token."""
+MAX_MESSAGES = 4096
 MAX_STOP_TOKEN_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CACHE_SALT_CHARACTERS = 256
@@ -25,6 +28,10 @@ MAX_ANSWERS = 32
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 65_536
 """Tokens and alternatives of one prompt: they go out in one message."""
+MAX_TOKENIZE_CHARACTERS = 1 << 20
+"""Of one Tokenize call, which may be about more than a prompt."""
+MIN_DETOKENIZE_IDS = 1 << 16
+"""Of one Detokenize call, or as many as a sequence has, if that is more."""
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 
@@ -45,6 +52,13 @@ class ClusterLimits:
         holds. The last token's KV is never computed, so one more token than a pool holds can exist. The prefill pool
         counts for the whole answer too: a request that loses its decode worker is computed again with its tokens."""
         return min(self.max_model_len, min(self.prefill_pages, self.decode_pages) * self.page_size + 1)
+
+    def pool_words(self) -> str:
+        """Says so where a pool, not the model, is what limits."""
+        if self.longest_sequence == self.max_model_len:
+            return ""
+        pages, tier = min((self.decode_pages, "decode"), (self.prefill_pages, "prefill"))
+        return f" (what the {tier} worker's pool of {pages} pages of {self.page_size} holds)"
 
 
 @dataclass(frozen=True)
@@ -93,7 +107,7 @@ def check_request(
         )
     if abs(request.priority) > MAX_PRIORITY:
         raise InvalidArgument("priority", f"is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-    prompt = prompt_token_ids(request, tokenizer, limits.vocab_size)
+    prompt = prompt_token_ids(request, tokenizer, limits)
     stop = _check_stop(request.stop, tokenizer, len(prompt), limits)
     num_prompt_logprobs = len(prompt) * (1 + request.num_logprobs)
     if request.echo_prompt_logprobs and num_prompt_logprobs > MAX_PROMPT_LOGPROBS:
@@ -107,7 +121,7 @@ def check_request(
         prompt_token_ids=tuple(prompt),
         sampling=_check_sampling(request, limits.vocab_size),
         stop=stop,
-        stop_strings=tuple(request.stop.stop),
+        stop_strings=tuple(filter(None, request.stop.stop)),
         include_stop=request.stop.include_stop,
         eos_token_ids=frozenset(() if request.stop.ignore_eos else tokenizer.eos_token_ids),
         return_token_ids=request.return_token_ids,
@@ -124,33 +138,55 @@ def check_request(
 def check_model(asked: str, served: str) -> None:
     """Raises NotFound if another model is asked for."""
     if asked and asked != served:
-        raise NotFound(f"model: {asked!r} is not served here; this router serves {served!r}")
+        raise NotFound(f"model: {quoted(asked)} is not served here; this router serves {served!r}")
 
 
 def prompt_token_ids(
-    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, tokenizer: Tokenizer, vocab_size: int
+    request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest,
+    tokenizer: Tokenizer,
+    limits: ClusterLimits,
+    must_fit: bool = True,
 ) -> list[int]:
-    """The prompt as ids. Raises InvalidArgument."""
+    """The prompt as ids. Its length is bounded before anything is made of it: by bytes before it is tokenized, and then
+    by a part of it, so that one that is far too long costs no more than one that fits.
+
+    must_fit: it has to leave room for an answer.
+    Raises InvalidArgument.
+    """
     kind = request.WhichOneof("prompt")
+    longest = limits.longest_sequence - 1 if must_fit else None
+    if not must_fit:
+        num_characters = len(request.text) + sum(len(message.content) for message in request.chat.messages)
+        if num_characters > MAX_TOKENIZE_CHARACTERS:
+            what = f"has {num_characters} characters; at most {MAX_TOKENIZE_CHARACTERS} are tokenized at once"
+            raise InvalidArgument(kind or "prompt", what, reason="string_above_max_length")
     if kind is None:
-        raise InvalidArgument("prompt", "is missing; set text, token_ids or chat")
+        raise InvalidArgument("prompt", "is missing; set text, token_ids or chat", reason="missing_required_parameter")
     if kind == "text":
         if not request.text:
             raise InvalidArgument("text", "is empty; a prompt needs at least 1 token")
-        ids = tokenizer.encode(request.text)
+        ids = tokenizer.encode(request.text, longest, limits.longest_sequence)
     elif kind == "chat":
-        if not request.chat.messages:
+        messages = request.chat.messages
+        if not messages:
             raise InvalidArgument("chat.messages", "is empty; a conversation needs at least 1 message")
-        for index, message in enumerate(request.chat.messages):
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidArgument("chat.messages", f"has {len(messages)} messages; at most {MAX_MESSAGES} are allowed")
+        for index, message in enumerate(messages):
             if not message.role:
                 raise InvalidArgument(f"chat.messages[{index}].role", "is empty")
-        ids = tokenizer.encode_chat([(message.role, message.content) for message in request.chat.messages])
+        turns = [Turn(message.role, message.content, message.name) for message in messages]
+        ids = tokenizer.encode_chat(turns, longest, limits.longest_sequence)
     else:
         assert isinstance(request, inference_pb2.GenerateRequest)
+        if longest is not None and len(request.token_ids.ids) > longest:
+            raise too_long(len(request.token_ids.ids), limits.longest_sequence, limits.pool_words())
         ids = list(request.token_ids.ids)
-        check_token_ids("token_ids", ids, vocab_size)
+        check_token_ids("token_ids", ids, limits.vocab_size)
     if not ids:
         raise InvalidArgument(kind, "has no tokens; a prompt needs at least 1")
+    if longest is not None and len(ids) > longest:
+        raise too_long(len(ids), limits.longest_sequence, limits.pool_words())
     return ids
 
 
@@ -165,20 +201,27 @@ Number = TypeVar("Number", int, float)
 
 
 def _in_range(field: str, value: Number, low: Number, high: Number) -> Number:
-    """The value. Raises InvalidArgument if it is not in [low, high], or NaN."""
-    if not low <= value <= high:
-        raise InvalidArgument(field, f"is {value}; it must be in [{low}, {high}]")
+    """The value. Raises InvalidArgument if it is not in [low, high], or NaN.
+
+    Numbers come as 32-bit floats: the bounds are those that a client can write, 0.01 among them.
+    """
+    if not _as_float32(low) <= value <= _as_float32(high):
+        raise InvalidArgument(field, f"is {value:.7g}; it must be in [{low}, {high}]")
     return value
+
+
+def _as_float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def _check_sampling(request: inference_pb2.GenerateRequest, vocab_size: int) -> worker_pb2.SamplingConfig:
     sampling = request.sampling
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     if not (math.isfinite(temperature) and temperature >= 0):
-        raise InvalidArgument("sampling.temperature", f"is {temperature}; it must be at least 0 and finite")
+        raise InvalidArgument("sampling.temperature", f"is {temperature:.7g}; it must be at least 0 and finite")
     top_p = sampling.top_p if sampling.HasField("top_p") else 1.0
     if not 0 < top_p <= 1:
-        raise InvalidArgument("sampling.top_p", f"is {top_p}; it must be in (0, 1]")
+        raise InvalidArgument("sampling.top_p", f"is {top_p:.7g}; it must be in (0, 1]")
     if sampling.top_k < -1:
         raise InvalidArgument("sampling.top_k", f"is {sampling.top_k}; it must be at least 1, or 0 or -1 for off")
     repetition_penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
@@ -218,11 +261,11 @@ def _check_stop(
 ) -> worker_pb2.StopConfig:
     if len(stop.stop) > MAX_STOP_STRINGS:
         raise InvalidArgument("stop.stop", f"has {len(stop.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
-    for index, text in enumerate(stop.stop):
-        if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
-            raise InvalidArgument(
-                f"stop.stop[{index}]", f"has {len(text)} characters; it must have 1 to {MAX_STOP_CHARACTERS}"
-            )
+    num_characters = sum(map(len, stop.stop))
+    if num_characters > MAX_STOP_CHARACTERS:
+        raise InvalidArgument(
+            "stop.stop", f"has {num_characters} characters altogether; at most {MAX_STOP_CHARACTERS} are allowed"
+        )
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidArgument(
             "stop.stop_token_ids", f"has {len(stop.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
@@ -246,29 +289,16 @@ def _check_stop(
 
 def _check_length(stop: inference_pb2.StopConditions, num_prompt_tokens: int, limits: ClusterLimits) -> int:
     """The most output tokens."""
-    if num_prompt_tokens >= limits.max_model_len:
-        raise InvalidArgument(
-            "prompt",
-            f"has {num_prompt_tokens} tokens; with at least 1 token to answer, at most "
-            f"{limits.max_model_len - 1} fit the model's limit of {limits.max_model_len}",
-        )
-    pages, tier = min((limits.decode_pages, "decode"), (limits.prefill_pages, "prefill"))
     longest = limits.longest_sequence
-    if num_prompt_tokens >= longest:
-        raise InvalidArgument(
-            "prompt",
-            f"has {num_prompt_tokens} tokens; the {tier} worker's pool holds {pages * limits.page_size} "
-            f"({pages} pages of {limits.page_size})",
-        )
     if not stop.HasField("max_tokens"):
         return longest - num_prompt_tokens
     if stop.max_tokens == 0:
         raise InvalidArgument("stop.max_tokens", "is 0; it must be at least 1")
     if num_prompt_tokens + stop.max_tokens > longest:
-        what = "the model's limit" if longest == limits.max_model_len else f"the {tier} worker's pool"
         raise InvalidArgument(
             "stop.max_tokens",
             f"is {stop.max_tokens}; with a prompt of {num_prompt_tokens} tokens at most {longest - num_prompt_tokens} "
-            f"fit {what} of {longest}",
+            f"are left: this model's maximum context length is {longest} tokens{limits.pool_words()}",
+            reason=CONTEXT_LENGTH_EXCEEDED,
         )
     return stop.max_tokens

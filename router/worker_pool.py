@@ -18,6 +18,7 @@ from kv_transfer.layout import PROTOCOL_VERSION, Fingerprint, check_equal
 from protos import worker_pb2, worker_pb2_grpc
 from router.config import DNS_PREFIX
 from router.validation import ClusterLimits
+from rpc.addresses import join_address, split_address
 from rpc.channel import open_channel
 from rpc.tls import TlsFiles
 
@@ -152,12 +153,12 @@ class WorkerPool:
         self._start(self._keep_resolving(name_and_port, tier))
 
     async def _keep_resolving(self, name_and_port: str, tier: worker_pb2.Tier.ValueType) -> None:
-        name, _, port = name_and_port.rpartition(":")
+        name, port = split_address(name_and_port)
         mine: dict[str, WorkerLink] = {}
         self._unresolved[name_and_port] = "not looked up yet"
         while True:
             try:
-                found = await asyncio.get_running_loop().getaddrinfo(name.strip("[]"), int(port), type=SOCK_STREAM)
+                found = await asyncio.get_running_loop().getaddrinfo(name, port, type=SOCK_STREAM)
             except OSError as error:
                 # No address yet, or the name server is away: those that are known stay.
                 log.info("a name has no addresses", extra={"address": name_and_port, "reason": str(error)})
@@ -165,7 +166,7 @@ class WorkerPool:
             else:
                 self._unresolved.pop(name_and_port, None)
                 hosts = {str(target[0]) for *_, target in found}
-                addresses = {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
+                addresses = {join_address(host, port) for host in hosts}
                 for address in sorted(addresses - mine.keys()):
                     # One that was away from the name for a moment is still there.
                     known = (link for link in self._of_tier(tier) if link.address == address)
@@ -464,7 +465,7 @@ class WorkerPool:
             if probe is not None and probe.probe_id == event.probe_id:
                 # Where they differ, another router's test may have come across.
                 wrong = f"its test pages did not come to {decode.name} as they were sent, or another router tested too"
-                probe.end("" if event.equal else wrong)
+                probe.end(event.reason if event.equal else wrong)
 
     def _on_state(self, link: WorkerLink, event: worker_pb2.WorkerStateEvent) -> None:
         link.takes_work = event.state == worker_pb2.WORKER_STATE_READY

@@ -12,7 +12,12 @@ from rpc.tls import NAME_OPTION, TlsFiles
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A prompt of a million token ids is about 4 MB; this leaves room, and is documented."""
 
+MAX_METADATA_BYTES = 32 * 1024
+"""Headers of a call. gRPC refuses more by chance between two limits, unless both are the same."""
+
 _COMMON: list[tuple[str, Any]] = [
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),

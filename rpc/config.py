@@ -18,7 +18,7 @@ class ProcessConfig:
     """Where a process listens, what it writes, and where it may run."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Use 0.0.0.0 to be reached from other machines."""
+    """Address to listen on. Use 0.0.0.0 to be reached from other machines, or :: where they speak IPv6 (and IPv4)."""
     port: int = 0
     """gRPC port; 0 picks a free one."""
     metrics_port: int = 0

@@ -9,15 +9,31 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+LONGEST_QUOTE = 200
+"""Characters of anything that a client sent, in an error about it."""
+LONGEST_MESSAGE = 1000
+"""Characters of an error. It travels twice in HTTP/2 trailers, for which receivers set a limit of some kilobytes."""
+
+
+def quoted(text: str) -> str:
+    """What a client sent, cut to what an error may quote."""
+    return repr(text) if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]!r}... ({len(text)} characters)"
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
 
 class RequestError(Exception):
     """A request can't be served. Carries what the client is told."""
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+    reason = ""
+    """What kind of error it is, as OpenAI's `error.code` names it. Empty: what the status says is all."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = _cut(message, LONGEST_MESSAGE)
+        super().__init__(self.message)
 
     def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
         """Machine-readable details, from google/rpc/error_details.proto."""
@@ -39,10 +55,11 @@ class InvalidArgument(RequestError):
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, description: str) -> None:
+    def __init__(self, field: str, description: str, reason: str = "invalid_value") -> None:
         """field: its path in the request, for example "sampling.top_p"."""
-        super().__init__(f"{field}: {description}")
-        self.field, self.description = field, description
+        self.field, self.description = _cut(field, LONGEST_QUOTE), _cut(description, LONGEST_MESSAGE)
+        super().__init__(f"{self.field}: {self.description}")
+        self.reason = reason
 
     def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
         """Names the field."""

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rpc.addresses import join_address
 from rpc.channel import SERVER_OPTIONS
 from rpc.tls import TlsFiles
 
@@ -87,7 +88,7 @@ class RpcServer:
     @property
     def address(self) -> str:
         """host:port of this server."""
-        return f"{self._host}:{self.port}"
+        return join_address(self._host, self.port)
 
     async def start(self) -> None:
         """Starts serving, not ready yet."""
@@ -116,7 +117,7 @@ def _listen(
     server: grpc.aio.Server, flag: str, host: str, port: int, credentials: grpc.ServerCredentials | None
 ) -> int:
     """Returns the port. Raises PortInUse."""
-    address = f"{host}:{port}"
+    address = join_address(host, port)
     try:
         found = (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)

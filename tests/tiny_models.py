@@ -78,7 +78,9 @@ FAMILIES = {
         Family("llama3 rope", {"rope_parameters": {"rope_type": "llama3", **_LLAMA3_ROPE}}, "llama"),
         # Short originals, so that tests' prompts go beyond them.
         Family("yarn", {"rope_parameters": {"rope_type": "yarn", **_YARN}}, "llama"),
-        Family("dynamic rope", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "llama"),
+        Family(
+            "dynamic rope", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "llama"
+        ),
     )
 }
 

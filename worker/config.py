@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.config import EngineConfig
+from rpc.addresses import ANY_HOSTS, bare_host, split_address
 from rpc.config import ProcessConfig
 
 DrainMode = Literal["finish", "handover"]
@@ -23,7 +24,7 @@ class WorkerConfig:
     worker_id: str = ""
     """Name of this worker, stable over restarts. Empty: host name and port."""
     advertise_address: str = ""
-    """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0."""
+    """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0 or ::."""
     max_num_sequences: int = 64
     """Most sequences at once."""
     drain: DrainMode = "finish"
@@ -38,7 +39,12 @@ class WorkerConfig:
     """Move pages over RDMA (or within the machine) and never over TCP; without an RDMA device the worker ends."""
 
     def __post_init__(self) -> None:
-        if self.process.host in ("0.0.0.0", "::", "[::]") and not self.advertise_address:
+        if self.advertise_address:
+            try:
+                split_address(self.advertise_address)
+            except ValueError as error:
+                raise ValueError(f"--advertise-address: {error}") from None
+        if bare_host(self.process.host) in ANY_HOSTS and not self.advertise_address:
             raise ValueError(
                 f"--host is {self.process.host}, which others can't connect to; "
                 "give --advertise-address HOST:PORT as they reach this worker"

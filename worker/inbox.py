@@ -56,6 +56,16 @@ class WriterGone:
 
 
 @dataclass(frozen=True)
+class WriterMet:
+    """The writer of test pages was looked for at its address."""
+
+    agent_name: str
+    probe_id: str
+    reason: str
+    """Empty: it answers there."""
+
+
+@dataclass(frozen=True)
 class TicketOverdue:
     """A writer has sent everything of a ticket some time ago, so the owner should know by now."""
 
@@ -90,6 +100,7 @@ InboxMessage = (
     | SessionClosed
     | CloseTicket
     | WriterGone
+    | WriterMet
     | TicketOverdue
     | QuarantineTimeout
     | Drain

@@ -34,6 +34,8 @@ class WorkerParts:
     worker_id: str
     incarnation_id: str
     agent_name: str
+    address: str
+    """host:port at which other workers reach this one."""
     num_layer_groups: int = 1
     """Parts in which pages can be sent; see `KvCache.num_layer_groups`."""
     health: Health = field(default_factory=Health)

@@ -31,6 +31,7 @@ from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.transfer_thread import TransferThread
 from protos import worker_pb2, worker_pb2_grpc
+from rpc.addresses import join_address, normal_address
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, write_ready_file
@@ -130,6 +131,7 @@ async def _serve(
     worker_id = config.worker_id or default_worker_id(server.port)
     incarnation_id = new_incarnation_id()
     agent_name = f"{worker_id}/{incarnation_id}"
+    address = normal_address(config.advertise_address) if config.advertise_address else server.address
     inbox = Inbox()
     device = kv_cache.tensor.device
     region = PageRegion(
@@ -169,6 +171,7 @@ async def _serve(
         worker_id=worker_id,
         incarnation_id=incarnation_id,
         agent_name=agent_name,
+        address=address,
         num_layer_groups=kv_cache.num_layer_groups,
     )
     limits.num_pages, limits.page_size = kv_cache.num_pages, kv_cache.page_size
@@ -181,7 +184,7 @@ async def _serve(
         fingerprint=_fingerprint(loaded, kv_cache).to_proto(),
         limits=limits,
         endpoint=transport.endpoint(),
-        address=config.advertise_address or server.address,
+        address=address,
     )
     worker_loop = build_loop(parts)
     health = parts.health
@@ -225,7 +228,7 @@ async def _serve(
         config.process.ready_file,
         {
             "address": server.address,
-            "metrics": f"http://{config.process.host}:{metrics_port}/metrics",
+            "metrics": f"http://{join_address(config.process.host, metrics_port)}/metrics",
             "health_port": server.health_port,
             "pid": os.getpid(),
             "worker_id": worker_id,

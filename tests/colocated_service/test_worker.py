@@ -30,6 +30,7 @@ class Rig:
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=None, transport_name="local", page_bytes=64,
             vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics, loop=ImmediateLoop(),
             probe_pages=FakeProbePages(), worker_id="c", incarnation_id="1", agent_name="c/1",
+            address="c:1",
         )  # fmt: skip
         config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
         self.worker = ColocatedWorker(parts, self.runner, config)

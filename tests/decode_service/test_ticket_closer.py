@@ -61,6 +61,13 @@ async def verdict(inbox, seconds=5.0):
     return None
 
 
+async def met(closer, writer):
+    """What comes of looking for a writer at its address."""
+    told = asyncio.get_running_loop().create_future()
+    closer.meet(writer, told.set_result)
+    return await asyncio.wait_for(told, 10)
+
+
 def writer_at(port, incarnation_id="1", worker_id="p"):
     return Writer(f"{worker_id}/{incarnation_id}", incarnation_id, f"127.0.0.1:{port}")
 
@@ -103,8 +110,7 @@ async def test_a_stranger_at_the_address_proves_nothing():
 async def test_a_stranger_at_an_address_where_the_writer_was_proves_it_gone():
     fake = await FakeWriter().start()
     closer, inbox = make_closer()
-    closer.introduce(writer_at(fake.port))
-    await asyncio.sleep(0.05)
+    assert await met(closer, writer_at(fake.port)) == ""
     await fake.server.stop(0)
     stranger = await FakeWriter(worker_id="stranger", incarnation_id="9").start(fake.port)
     closer.close("owner", "r", 0, writer_at(fake.port))
@@ -128,8 +134,7 @@ async def test_a_ticket_that_is_settled_otherwise_is_not_asked_for_any_more():
 async def test_a_refused_connection_proves_it_only_where_the_writer_answered_before():
     fake = await FakeWriter().start()
     closer, inbox = make_closer()
-    closer.introduce(writer_at(fake.port))
-    await asyncio.sleep(0.05)
+    assert await met(closer, writer_at(fake.port)) == ""
     await fake.server.stop(0)
     closer.close("owner", "r", 0, writer_at(fake.port))
     assert await verdict(inbox) == ("the writer's process is gone", True)
@@ -151,3 +156,15 @@ async def test_dead_addresses_are_recognised_in_every_spelling():
         listening.listen()
         assert not await ticket_closer._refuses_connections(f"127.0.0.1:{listening.getsockname()[1]}")
     assert not await ticket_closer._refuses_connections("no.such.host.invalid:1")
+
+
+async def test_a_writer_is_looked_for_at_its_address_before_it_may_write():
+    fake = await FakeWriter().start()
+    closer, _ = make_closer()
+    assert await met(closer, writer_at(fake.port)) == ""
+    assert "where p answers" in await met(closer, writer_at(fake.port, incarnation_id="2"))
+    stranger = f"q advertises 127.0.0.1:{fake.port}, where p answers; set its --advertise-address"
+    assert await met(closer, writer_at(fake.port, worker_id="q")) == stranger
+    await fake.server.stop(0)
+    assert "where it does not answer (UNAVAILABLE)" in await met(closer, writer_at(fake.port))
+    assert "advertises no address, where it does not answer" in await met(closer, Writer("p/1", "1", ""))

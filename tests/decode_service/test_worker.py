@@ -39,10 +39,11 @@ class FakeCloser:
     """Notes which tickets are to be closed."""
 
     def __init__(self):
-        self.asked = []
+        self.asked, self.met, self.why_not_met = [], [], ""
 
-    def introduce(self, writer):
-        pass
+    def meet(self, writer, on_met):
+        self.met.append(writer)
+        on_met(self.why_not_met)
 
     def settled(self, request_id, attempt):
         pass
@@ -64,6 +65,7 @@ class Rig:
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics,
             loop=self.loop, probe_pages=self.probe_pages, worker_id="d", incarnation_id="1", agent_name="d/1",
+            address="d:1",
         )  # fmt: skip
         config = DecodeConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
         self.worker = DecodeWorker(parts, self.runner, self.closer, config)
@@ -402,12 +404,24 @@ def digest(content):
 @pytest.mark.parametrize(("came", "equal"), [(b"noise", True), (b"something else", False)])
 def test_test_pages_are_compared_and_forgotten(rig, came, equal):
     rig.probe_pages.content = came
-    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise")})
+    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
+    rig.turn()
+    assert rig.closer.met == ([Writer("p/1", "1", "p:1")] if equal else [])
     [event] = rig.sessions.of("probed")
     assert (event.writer_agent_name, event.probe_id, event.equal) == ("p/1", "x", equal)
     rig.hear(name="", probe={"probe_id": "y", "sha256": digest(b"noise")})
     assert not rig.sessions.of("probed")[-1].equal, "only a new write makes them equal again"
     assert rig.ignored() == 0
+
+
+def test_a_writer_that_is_not_at_its_address_is_not_paired(rig):
+    """Its pages could never be taken back after its death."""
+    rig.closer.why_not_met = "p advertises p:1, where it does not answer"
+    rig.probe_pages.content = b"noise"
+    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
+    rig.turn()
+    [event] = rig.sessions.of("probed")
+    assert (event.equal, event.reason) == (True, "p advertises p:1, where it does not answer")
 
 
 def test_a_lost_notification_costs_seconds_not_the_request(rig):

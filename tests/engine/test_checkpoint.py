@@ -89,7 +89,9 @@ def test_tied_weights_need_no_tensor_of_their_own(folder):
 @pytest.mark.parametrize("model_class", [BertModel, BertForMaskedLM])
 def test_encoders_are_refused(model_class, tmp_path):
     """A masked-LM head loads without a word of complaint: what gives it away is that attention looks ahead."""
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=320)
+    config = BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=320
+    )
     model_class(config).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"its files lack cls\.|it is an encoder"):
         load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -106,8 +107,9 @@ def test_logprobs_in_both_shapes(client, model):
     assert logprobs.text_offset[0] == 0
 
 
-def test_models_health_and_metrics(client, url, model):
+def test_models_health_and_metrics(client, url, model, cluster):
     assert [m.id for m in client.models.list()] == [model]
+    assert client.models.retrieve(model).max_model_len == cluster.client.model_info().max_model_len
     assert client.models.retrieve(model).id == model
     assert httpx.get(f"{url}/healthz").status_code == httpx.get(f"{url}/readyz").status_code == 200
     assert "kvferry_requests_total" in httpx.get(f"{url}/metrics").text
@@ -116,22 +118,26 @@ def test_models_health_and_metrics(client, url, model):
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
-        ("chat/completions", {"messages": CHAT, "model": "gpt-9"}, 404, None, "'gpt-9' is not served here"),
-        ("chat/completions", {"messages": []}, 400, "chat.messages", "at least 1 message"),
-        ("chat/completions", {"messages": CHAT, "temperature": -1}, 400, "sampling.temperature", "at least 0"),
+        ("chat/completions", {"messages": CHAT, "model": "gpt-9"}, 404, "model", "'gpt-9' is not served here"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least 1 message"),
+        ("chat/completions", {"messages": CHAT, "temperature": -1}, 400, "temperature", "at least 0"),
         ("chat/completions", {"messages": CHAT, "n": 0}, 400, "n", "greater than or equal to 1"),
         ("chat/completions", {"messages": CHAT, "tools": [{}]}, 400, "tools", "not served"),
         ("chat/completions", {"messages": CHAT, "response_format": {"type": "json_object"}}, 400, "response_format",
-         "'json_object' is not served"),
+         "is not served"),
         ("chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
         ("chat/completions", {}, 400, "messages", "Field required"),
-        ("completions", {"prompt": ""}, 400, "text", "is empty"),
-        ("completions", {"prompt": [-1]}, 400, "token_ids[0]", "is -1"),
+        ("completions", {"prompt": ""}, 400, "prompt", "is empty"),
+        ("completions", {"prompt": [-1]}, 400, "prompt[0]", "is -1"),
         ("completions", {"prompt": [2**40]}, 400, "prompt", "out of range"),
         ("completions", {"prompt": "x", "timeout": 1e17}, 400, "timeout", "less than or equal to 1000000"),
-        ("completions", {"prompt": "x", "seed": -1}, 400, "body", "out of range"),
-        ("completions", {"prompt": "x", "max_tokens": 10**6}, 400, "stop.max_tokens", "the model's limit"),
-        ("completions", {"prompt": "x", "logprobs": 50}, 400, "num_logprobs", "[0, 20]"),
+        ("completions", {"prompt": ["x", [5]]}, 400, "prompt[1]", "valid string"),
+        ("completions", {"prompt": [[5], [5, -1]]}, 400, "prompt[1][1]", "is -1"),
+        ("completions", {"prompt": "x", "max_tokens": 10**6}, 400, "max_tokens", "maximum context length is"),
+        ("completions", {"prompt": "x " * 10**6}, 400, "prompt", "maximum context length is"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x " * 10**6}]}, 400, "messages",
+         "maximum context length is"),
+        ("completions", {"prompt": "x", "logprobs": 50}, 400, "logprobs", "[0, 20]"),
     ],
 )  # fmt: skip
 def test_errors_have_openais_shape_and_the_right_status(path, body, status, param, words, url):
@@ -141,6 +147,9 @@ def test_errors_have_openais_shape_and_the_right_status(path, body, status, para
     assert words in error["message"]
     assert error["param"] == param
     assert error["type"]
+    assert error["code"]
+    if "maximum context length" in words:
+        assert error["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'"x"', b"\xff\xfe"])
@@ -149,8 +158,15 @@ def test_bodies_that_are_no_json_are_the_clients_error(raw, url):
 
 
 def test_other_methods_and_paths(url):
-    assert httpx.get(f"{url}/v1/completions").status_code == 405
-    assert httpx.get(f"{url}/nowhere").status_code == 404
+    for method, path, status, code in (
+        ("GET", "/v1/completions", 405, "method_not_supported"),
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "/v1/models/gpt-9", 404, "model_not_found"),
+    ):
+        answer = httpx.request(method, f"{url}{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert httpx.get(f"{url}/v1/models/").status_code == 200
+    assert httpx.post(f"{url}/v1/completions/", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
 def test_the_openai_client_raises_its_own_errors(client, model):
@@ -195,7 +211,7 @@ def test_curl_gets_events_one_by_one(url):
     command = ["curl", "-sN", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         times = [time.monotonic() for line in process.stdout if line.startswith("data:")]
-    assert len(times) == 8 + 1 + 1  # tokens, the end, [DONE]
+    assert len(times) == 8 + 1  # tokens, the last one with the reason, and [DONE]
     assert times[-1] - times[0] > 0.02
 
 
@@ -221,3 +237,66 @@ def test_bench_drives_it_as_it_would_any_openai_server(url, model, tmp_path):
     assert 20 <= summary["total_output_tokens"] <= 40
     assert summary["mean_ttft_ms"] > 0
     assert summary["mean_tpot_ms"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_id_in_header_answer_and_log(stream, url, cluster):
+    body = {"prompt": "x", "max_tokens": 2, "stream": stream}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": f"mine-{stream}"})
+    assert answer.headers["x-request-id"] == f"mine-{stream}"
+    assert f'"id":"mine-{stream}"' in answer.text
+    log = (cluster.config.log_dir / "router.log").read_text()
+    assert f"request_id=mine-{stream}" in log
+    made = httpx.post(f"{url}/v1/completions", json=body).headers["x-request-id"]
+    assert made.startswith("cmpl-")
+    assert httpx.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": "a b"}).status_code == 400
+
+
+def test_an_id_that_a_proxy_sends_twice_is_no_conflict(url):
+    async def both():
+        body = {"prompt": [5, 6], "max_tokens": 30, "ignore_eos": True}
+        async with httpx.AsyncClient(timeout=60) as client:
+            calls = [client.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": "same"}) for _ in "ab"]
+            return await asyncio.gather(*calls)
+
+    assert [answer.status_code for answer in asyncio.run(both())] == [200, 200]
+
+
+def test_proxies_are_told_to_keep_nothing_back(url):
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1, "stream": True})
+    assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+def test_headers_of_32_kib_pass(url):
+    answer = httpx.get(f"{url}/v1/models", headers={"cookie": "c" * 32_000})
+    assert answer.status_code == 200
+
+
+def half_closed(url, body):
+    """Everything that comes back after the client has closed its sending side."""
+    host, port = url.removeprefix("http://").split(":")
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(head.encode() + raw)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closed_only_its_sending_side_gets_its_answer(stream, url):
+    came = half_closed(url, {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "stream": stream})
+    assert b"HTTP/1.1 200 OK" in came
+    assert b'"finish_reason":"length"' in came
+
+
+def test_several_answers_at_once_are_bounded(url):
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": ["x"] * 129})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_a_page_of_another_origin_is_not_served(url):
+    """Unless --cors-origins names it."""
+    headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+    answer = httpx.options(f"{url}/v1/chat/completions", headers=headers)
+    assert "access-control-allow-origin" not in answer.headers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from kvferry.client import Client, KvferryError
 from tests.integration.support import running_cluster, wait_for
+from tests.tiny_models import set_config_value
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
 
@@ -104,10 +106,9 @@ def test_a_missing_model_is_named(command):
 
 
 def test_a_model_that_can_not_be_run_is_named_by_up(tiny_model, tmp_path):
-    config = json.loads((tiny_model("llama") / "config.json").read_text())
-    config["model_type"] = "no_such_kind"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = run("up", "--model", str(tmp_path), "--port", "0")
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    set_config_value(folder, "model_type", "no_such_kind")
+    done = run("up", "--model", str(folder), "--port", "0")
     assert done.returncode == 2
     assert "its config.json can't be read" in done.stderr.splitlines()[-1]
 
@@ -122,7 +123,7 @@ def test_a_model_that_can_not_be_run_is_named_by_up(tiny_model, tmp_path):
         (["prefill", "--model", "x", "--token-budget", "0"], "--token-budget is 0"),
         (["decode", "--model", "x", "--num-pages", "0"], "--num-pages is 0"),
         (["decode", "--model", "x", "--cpus", "a-b"], "--cpus is 'a-b'"),
-        (["router", "--model", "x", "--prefill", "nowhere"], "it must look like host:port"),
+        (["router", "--model", "x", "--prefill", "nowhere"], "must look like host:port"),
         (["up", "--dtype", "int3"], "int3"),
         (["up", "--no-such-flag"], "--no-such-flag"),
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -16,6 +18,7 @@ from kvferry.client import AsyncClient, KvferryError
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.integration.conftest import MAX_MODEL_LEN
+from tests.integration.support import wait_for
 
 STAGES = [
     "queued",
@@ -138,6 +141,9 @@ def test_seeds_decide_sampled_answers(cluster):
 
 BAD = [
     ({"model": "nope"}, grpc.StatusCode.NOT_FOUND, "'nope' is not served here"),
+    # Trailers over some kilobytes would be refused with another status.
+    ({"model": "x" * 100_000}, grpc.StatusCode.NOT_FOUND, "... (100000 characters) is not served here"),
+    ({"request_id": "x" * 100_000}, grpc.StatusCode.INVALID_ARGUMENT, "request_id: has 100000 characters"),
     ({"prompt": ""}, grpc.StatusCode.INVALID_ARGUMENT, "text: is empty"),
     ({"prompt": []}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: has no tokens"),
     (
@@ -150,10 +156,10 @@ BAD = [
     (
         {"prompt": [5] * 502, "max_tokens": 11},
         grpc.StatusCode.INVALID_ARGUMENT,
-        "stop.max_tokens: is 11; with a prompt of 502 tokens at most 10 fit the model's limit of 512",
+        "stop.max_tokens: is 11; with a prompt of 502 tokens at most 10 are left",
     ),
-    ({"temperature": -1.0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: is -1.0"),
-    ({"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p: is 2.0; it must be in (0, 1]"),
+    ({"temperature": -1.0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.temperature: is -1;"),
+    ({"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "sampling.top_p: is 2; it must be in (0, 1]"),
 ]
 
 
@@ -273,3 +279,28 @@ def test_a_client_made_only_from_the_proto_works(cluster):
     assert messages[-1].finish_reason == pb.FINISH_REASON_LENGTH
     assert messages[-1].usage.completion_tokens == 5
     assert all(m.finish_reason == 0 for m in messages[:-1])
+
+
+def test_a_deadline_over_grpc_is_counted_as_one(cluster):
+    def counted(status):
+        return cluster.metrics("router").get(f"kvferry_requests_total,{status}", 0.0)
+
+    before, cancelled = counted("DEADLINE_EXCEEDED"), counted("CANCELLED")
+    with pytest.raises(KvferryError) as caught:
+        cluster.client.generate([7, 8], max_tokens=400, ignore_eos=True, timeout=0.5).result()
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_for(lambda: counted("DEADLINE_EXCEEDED") == before + 1, what="a deadline that is counted")
+    assert counted("CANCELLED") == cancelled
+
+
+def test_a_text_that_is_far_too_long_costs_next_to_nothing(cluster):
+    """16 MiB of text took a router 4 GB and 16 core-seconds before it was refused."""
+    router = psutil.Process(cluster.cluster.find("router").pid)
+    with contextlib.suppress(KvferryError):  # once, for what is allocated the first time
+        cluster.client.generate("ab " * 100_000, max_tokens=2).result()
+    memory, seconds = router.memory_info().rss, sum(router.cpu_times()[:2])
+    for _ in range(4):
+        with pytest.raises(KvferryError, match="maximum context length is 512 tokens"):
+            cluster.client.generate("ab " * (5 << 20), max_tokens=2).result()
+    assert router.memory_info().rss - memory < 400e6  # the text itself, several times
+    assert sum(router.cpu_times()[:2]) - seconds < 8

@@ -46,7 +46,7 @@ class Rig:
             runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
             page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions,
             metrics=WorkerMetrics("prefill", self.pool), loop=ImmediateLoop(), probe_pages=FakeProbePages((32, 33)),
-            worker_id="p", incarnation_id="1", agent_name="p/1", num_layer_groups=layer_groups,
+            worker_id="p", incarnation_id="1", agent_name="p/1", address="p:1", num_layer_groups=layer_groups,
         )  # fmt: skip
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
         self.worker = PrefillWorker(parts, self.runner, config)

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from router.http_api import HttpServer
+from router.http_server import HttpServer
 from rpc.config import ConfigError
 from rpc.tls import TlsFiles
 from tests.rpc.certificates import Authority, run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer, _eos_token_ids
+from router.tokenizer import Tokenizer, Turn, _eos_token_ids
 from rpc.errors import InvalidArgument
 
 
@@ -75,7 +75,7 @@ def test_random_ids_join_to_the_whole(real):
 
 def test_a_chat_is_rendered_by_the_template_without_a_second_bos(real):
     """Casebook C052."""
-    ids = real.encode_chat([("user", "hi")])
+    ids = real.encode_chat([Turn("user", "hi")])
     assert (
         ids
         == real._tokenizer.apply_chat_template(
@@ -86,7 +86,7 @@ def test_a_chat_is_rendered_by_the_template_without_a_second_bos(real):
 
 def test_a_role_the_template_refuses_is_the_clients_error(by_byte):
     with pytest.raises(InvalidArgument, match="unknown role robot"):
-        by_byte.encode_chat([("robot", "hi")])
+        by_byte.encode_chat([Turn("robot", "hi")])
 
 
 @pytest.mark.parametrize(
@@ -96,14 +96,14 @@ def test_whatever_a_template_raises_is_the_clients_error(failing, tiny_model):
     tokenizer = Tokenizer(tiny_model("llama"))
     tokenizer._tokenizer.chat_template = failing
     with pytest.raises(InvalidArgument, match="the model's chat template refuses it"):
-        tokenizer.encode_chat([("user", "hi")])
+        tokenizer.encode_chat([Turn("user", "hi")])
 
 
 def test_a_model_without_a_template_says_what_to_send(tiny_model):
     tokenizer = Tokenizer(tiny_model("llama"))
     tokenizer._tokenizer.chat_template = None
     with pytest.raises(InvalidArgument, match="no chat template; send text or token_ids"):
-        tokenizer.encode_chat([("user", "hi")])
+        tokenizer.encode_chat([Turn("user", "hi")])
 
 
 def test_a_text_that_begins_with_bos_gets_no_second_one(tiny_model):
@@ -115,7 +115,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one(tiny_model):
     assert tokenizer.encode("<s>hi") == tokenizer.encode("hi")
     assert tokenizer.encode("hi")[:2] != [0, 0]
     tokenizer._tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }}{% endfor %}"
-    as_messages = tokenizer.encode_chat([("user", "hi")])
+    as_messages = tokenizer.encode_chat([Turn("user", "hi")])
     assert as_messages == tokenizer.encode("<s>hi")
 
 

@@ -9,7 +9,7 @@ import pytest
 from protos import inference_pb2 as pb
 from router.tokenizer import Tokenizer
 from router.validation import ClusterLimits, check_request
-from rpc.errors import InvalidArgument, NotFound
+from rpc.errors import InvalidArgument, NotFound, RequestError
 
 VOCAB = 320
 LIMITS = ClusterLimits(max_model_len=64, vocab_size=VOCAB, page_size=8, prefill_pages=6, decode_pages=7)
@@ -71,16 +71,16 @@ def check(request, tokenizer, limits=LIMITS):
         ({"priority": 1001}, "priority", r"\[-1000, 1000\]"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
         ({"stop__max_tokens": 0}, "stop.max_tokens", "at least 1"),
-        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 39 fit the prefill worker's pool of 49"),
-        ({"stop__stop": [""]}, r"stop.stop\[0\]", "1 to 1000"),
-        ({"stop__stop": ["x"] * 17}, "stop.stop", "at most 16"),
+        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 39 are left: .* 49 tokens .what the prefill"),
+        ({"stop__stop": ["x" * 2048, "y" * 2049]}, "stop.stop", "has 4097 characters altogether; at most 4096"),
+        ({"stop__stop": ["x"] * 65}, "stop.stop", "at most 64"),
         ({"stop__stop_token_ids": [3, VOCAB]}, r"stop.stop_token_ids\[1\]", "is 320"),
         ({"stop__stop_token_ids": [3] * 65}, "stop.stop_token_ids", "at most 64"),
         ({"token_ids__ids": [-1]}, r"token_ids\[10\]", r"is -1; token ids must be in \[0, 320\)"),
         ({"token_ids__ids": [VOCAB]}, r"token_ids\[10\]", "is 320"),
         ({"token_ids__ids": [2**31 - 1]}, r"token_ids\[10\]", "is 2147483647"),
-        ({"token_ids__ids": [5] * 39}, "prompt", "prefill worker's pool holds 48 \\(6 pages of 8\\)"),
-        ({"token_ids__ids": [5] * 54}, "prompt", "at most 63 fit the model's limit of 64"),
+        ({"token_ids__ids": [5] * 39}, "prompt", "has 49 tokens; .* at most 48 fit: .*pool of 6 pages of 8 holds"),
+        ({"token_ids__ids": [5] * 54}, "prompt", "has 64 tokens; .* at most 48 fit"),
         ({"text": ""}, "text", "is empty"),
         ({"request_id": "x" * 129}, "request_id", "at most 128"),
     ],
@@ -188,7 +188,9 @@ def test_prompt_and_answer_fill_the_models_limit_exactly(length, most, tokenizer
     request.stop.max_tokens = most
     check(request, tokenizer, limits)
     request.stop.max_tokens = most + 1
-    with pytest.raises(InvalidArgument, match=f"at most {most} fit the model's limit of 64"):
+    with pytest.raises(
+        InvalidArgument, match=f"at most {most} are left: this model's maximum context length is 64 tokens$"
+    ):
         check(request, tokenizer, limits)
 
 
@@ -211,3 +213,94 @@ def test_a_top_k_of_the_whole_vocabulary_is_off(tokenizer):
     sizes = {0: 0, -1: 0, 1: 1, VOCAB - 1: VOCAB - 1, VOCAB: 0, VOCAB + 1: 0, 9_999_999: 0}
     for asked, got in sizes.items():
         assert check(make_request(sampling__top_k=asked), tokenizer).sampling.top_k == got
+
+
+def test_bounds_are_those_that_a_client_can_write(tokenizer):
+    """0.01 as a 32-bit float is a little less than 0.01."""
+    assert check(make_request(sampling__repetition_penalty=0.01), tokenizer).sampling.repetition_penalty < 0.01
+    with pytest.raises(InvalidArgument, match=r"is 0\.0099; it must be in \[0\.01, 10\.0\]"):
+        check(make_request(sampling__repetition_penalty=0.0099), tokenizer)
+
+
+def test_empty_stop_strings_say_nothing(tokenizer):
+    assert check(make_request(stop__stop=["", "a", ""]), tokenizer).stop_strings == ("a",)
+
+
+def test_what_can_really_be_had_is_the_smaller_of_model_and_pools():
+    assert ClusterLimits(64, VOCAB, 8, 100, 100).longest_sequence == 64
+    assert ClusterLimits(64, VOCAB, 8, 6, 100).longest_sequence == 49
+    assert ClusterLimits(64, VOCAB, 8, 100, 5).longest_sequence == 41
+
+
+@pytest.mark.parametrize("prompt", [{"text": "ab" * 500_000}, {"chat": "ab" * 500_000}, {"token_ids": [5] * 500_000}])
+def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(prompt, tokenizer, monkeypatch):
+    """Tokenizing costs some hundred bytes of memory for each byte of text."""
+    tokenized = []
+    inner = tokenizer._tokenizer
+
+    class Watched:
+        def __call__(self, text, **options):
+            tokenized.append(len(text))
+            return inner(text, **options)
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+    [(kind, value)] = prompt.items()
+    request = pb.GenerateRequest()
+    if kind == "text":
+        request.text = value
+    elif kind == "chat":
+        request.chat.messages.add(role="user", content=value)
+    else:
+        request.token_ids.ids.extend(value)
+    monkeypatch.setattr(tokenizer, "_tokenizer", Watched())
+    monkeypatch.setattr(tokenizer, "longest_token", 10**6)  # as if the vocabulary did not help
+    with pytest.raises(InvalidArgument, match=r"tokens; with at least 1 token to answer, at most 48 fit") as error:
+        check(request, tokenizer)
+    assert error.value.reason == "context_length_exceeded"
+    assert sum(tokenized) < 1000
+    monkeypatch.setattr(tokenizer, "longest_token", 8)
+    tokenized.clear()
+    with pytest.raises(InvalidArgument, match=r"at most 48 fit"):
+        check(request, tokenizer)
+    assert not tokenized
+
+
+def test_a_text_that_fits_is_never_taken_for_too_long(tokenizer):
+    """At the limit, by every way in which lengths are looked at."""
+    assert len(check(pb.GenerateRequest(text="a" * 48), tokenizer).prompt_token_ids) == 48
+    with pytest.raises(InvalidArgument, match="has 49 tokens"):
+        check(pb.GenerateRequest(text="a" * 49), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model": "x" * 100_000}, {"request_id": "y" * 100_000}, {"cache_salt": "z" * 100_000}]
+)
+def test_errors_quote_at_most_a_little(changes, tokenizer):
+    """gRPC turns an error whose trailers are too large into another one, with a status of its own."""
+    with pytest.raises(RequestError) as error:
+        check(make_request(**changes), tokenizer)
+    assert len(error.value.message) < 400
+
+
+def test_what_a_template_says_is_quoted_in_part(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ raise_exception(messages[0].content) }}")
+    request = pb.GenerateRequest()
+    request.chat.messages.add(role="user", content="long " * 8)
+    request.chat.messages.add(role="user", content="x")
+    with pytest.raises(InvalidArgument, match="the model's chat template refuses it: long") as error:
+        check(request, tokenizer)
+    assert len(error.value.message) < 400
+
+
+def test_a_developer_is_the_system_where_the_template_knows_no_developer(tokenizer, monkeypatch):
+    def prompt(role):
+        return check(pb.GenerateRequest(chat=pb.ChatMessages(messages=[{"role": role, "content": "x"}])), tokenizer)
+
+    assert prompt("developer").prompt_token_ids == prompt("system").prompt_token_ids
+    template = "{% for m in messages %}{{ 'D' if m.role == 'developer' else 'S' }}{{ m.name }}{% endfor %}"
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+    assert prompt("developer").prompt_token_ids == tuple(tokenizer.encode("D"))
+    named = pb.ChatMessages(messages=[{"role": "system", "content": "x", "name": "Bo"}])
+    assert check(pb.GenerateRequest(chat=named), tokenizer).prompt_token_ids == tuple(tokenizer.encode("SBo"))

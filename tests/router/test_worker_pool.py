@@ -39,8 +39,8 @@ class PairRig(Rig):
         """The next test that a prefill worker is asked for."""
         return (await asyncio.wait_for(prefill.commands.get(), 2)).connect_peer
 
-    def probed(self, prefill, decode, probe_id, equal=True):
-        event = wpb.ProbedEvent(writer_agent_name=prefill.agent_name, probe_id=probe_id, equal=equal)
+    def probed(self, prefill, decode, probe_id, equal=True, reason=""):
+        event = wpb.ProbedEvent(writer_agent_name=prefill.agent_name, probe_id=probe_id, equal=equal, reason=reason)
         self.pool._on_probed(decode, event)
 
 
@@ -56,7 +56,7 @@ async def test_a_pair_is_ready_when_its_test_pages_came():
     assert rig.pool.ready_pairs() == [(rig.prefill[0], rig.decode[0])]
 
 
-@pytest.mark.parametrize("what", ["changed pages", "silence", "a transport error"])
+@pytest.mark.parametrize("what", ["changed pages", "silence", "a transport error", "an address"])
 async def test_a_test_that_fails_is_done_again_and_told_in_words(what):
     rig = PairRig()
     prefill, decode = rig.prefill[0], rig.decode[0]
@@ -64,11 +64,14 @@ async def test_a_test_that_fails_is_done_again_and_told_in_words(what):
     first = await rig.asked(prefill)
     if what == "changed pages":
         rig.probed(prefill, decode, first.probe_id, equal=False)
+    elif what == "an address":
+        rig.probed(prefill, decode, first.probe_id, reason="it does not answer at p:1")
     elif what == "a transport error":
         rig.pool._on_peer(prefill, wpb.PeerEvent(agent_name=decode.agent_name, reason="no route"))
     second = await rig.asked(prefill)
     assert second.probe_id != first.probe_id
     words = {"changed pages": "as they were sent", "silence": "within 0.1 s", "a transport error": "no route"}
+    words["an address"] = "it does not answer at p:1"
     assert words[what] in rig.pool.why_not_ready()
     rig.probed(prefill, decode, second.probe_id)
     await asyncio.sleep(0.01)

@@ -305,8 +305,8 @@ class SimCloser:
     def __init__(self, process: SimWorker) -> None:
         self._process, self._world = process, process.world
 
-    def introduce(self, writer):
-        pass
+    def meet(self, writer, on_met):
+        on_met("")
 
     def settled(self, request_id, attempt):
         pass
@@ -368,6 +368,7 @@ class SimWorker:
             page_bytes=1, vocab_size=100, inbox=self.inbox, sessions=SimSessions(self), metrics=NOTHING,
             loop=world.clock, probe_pages=FakeProbePages(tuple(range(num_pages, num_pages + NUM_PROBE_PAGES))),
             worker_id=self.name, incarnation_id=self.incarnation, agent_name=self.agent_name,
+            address=self.name,
         )  # fmt: skip
         self.parts = parts
         parts.health.on_change = self._tell_state

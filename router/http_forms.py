@@ -1,0 +1,172 @@
+"""Responses as the objects of OpenAI's two endpoints: whole, and as chunks of a stream."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from protos import inference_pb2
+
+FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class Form:
+    """Turns responses into the objects of one endpoint."""
+
+    object_name = ""
+    chunk_name = ""
+    id_prefix = ""
+
+    def __init__(self, request_id: str, model: str, num_answers: int, wants_usage: bool) -> None:
+        """For one request."""
+        self.wants_usage = wants_usage
+        self._num_answers = num_answers
+        self._common = {"id": request_id, "created": int(time.time()), "model": model}
+        self._begun: set[int] = set()
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+        self._text_lengths: Counter[int] = Counter()
+
+    def chunks(self, place: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """What a stream says of a response."""
+        index = self.index_of(place, response)
+        is_first = index not in self._begun
+        self._begun.add(index)
+        self.note_usage(place, response)
+        finish = FINISH.get(response.finish_reason)
+        choice = {"index": index, **self.delta(response, is_first), "finish_reason": finish}
+        if response.token_ids:
+            choice["token_ids"] = list(response.token_ids)
+        if response.logprobs:
+            choice["logprobs"] = self.logprobs(response, self._text_lengths[index])
+        self._text_lengths[index] += len(response.text)
+        if finish and response.stop_reason:
+            choice["stop_reason"] = response.stop_reason
+        usage = {"usage": None} if self.wants_usage else {}
+        yield {**self._common, "object": self.chunk_name, "choices": [choice], **usage}
+
+    def note_usage(self, place: int, response: inference_pb2.GenerateResponse) -> None:
+        """Counts the tokens of an ended answer; each prompt once."""
+        if response.finish_reason:
+            self._prompt_tokens[place] = response.usage.prompt_tokens
+            self._completion_tokens += response.usage.completion_tokens
+            if response.index == 0:  # the others find what the first has computed
+                self._cached_tokens[place] = response.usage.cached_tokens
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all prompts and answers."""
+        prompt = sum(self._prompt_tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
+        }
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The last event of a stream that asked for it."""
+        return {**self._common, "object": self.chunk_name, "choices": [], "usage": self.usage()}
+
+    def whole(self, answers: dict[int, list[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
+        """The answer that is not streamed. answers: responses by index."""
+        choices = []
+        for index, responses in sorted(answers.items()):
+            joined = inference_pb2.GenerateResponse()
+            for response in responses:
+                joined.text += response.text
+                joined.token_ids.extend(response.token_ids)
+                joined.logprobs.extend(response.logprobs)
+            finish = FINISH.get(responses[-1].finish_reason)
+            choice: dict[str, Any] = {"index": index, **self.message(joined), "finish_reason": finish, "logprobs": None}
+            if joined.token_ids:
+                choice["token_ids"] = list(joined.token_ids)
+            if joined.logprobs:
+                choice["logprobs"] = self.logprobs(joined, 0)
+            if responses[-1].stop_reason:
+                choice["stop_reason"] = responses[-1].stop_reason
+            choices.append(choice)
+        return {**self._common, "object": self.object_name, "choices": choices, "usage": self.usage()}
+
+    def index_of(self, place: int, response: inference_pb2.GenerateResponse) -> int:
+        """Which choice a response belongs to."""
+        return place * self._num_answers + response.index
+
+    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
+        """New text, in a stream."""
+        raise NotImplementedError
+
+    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """The whole text."""
+        raise NotImplementedError
+
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
+        """Log-probabilities in the endpoint's shape. text_before: characters of the answer sent before."""
+        raise NotImplementedError
+
+
+class CompletionForm(Form):
+    object_name = chunk_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
+        return {"text": response.text, "logprobs": None}
+
+    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        return {"text": joined.text}
+
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
+        texts = [_readable(entry.chosen) for entry in response.logprobs]
+        return {
+            "tokens": [_name(entry.chosen) for entry in response.logprobs],
+            "token_logprobs": [entry.chosen.logprob for entry in response.logprobs],
+            "top_logprobs": [_by_name(entry.top) for entry in response.logprobs],
+            "text_offset": list(itertools.accumulate([text_before, *(len(text) for text in texts[:-1])])),
+        }
+
+
+class ChatForm(Form):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
+        role = {"role": "assistant"} if is_first else {}
+        return {"delta": {**role, "content": response.text} if response.text or is_first else {}, "logprobs": None}
+
+    def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": joined.text, "refusal": None}}
+
+    def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
+        def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
+            return {"token": _readable(token), "logprob": token.logprob, "bytes": list(token.token_bytes)}
+
+        content = [
+            {**entry(position.chosen), "top_logprobs": [entry(top) for top in position.top]}
+            for position in response.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _readable(token: inference_pb2.TokenLogprob) -> str:
+    return token.token_bytes.decode("utf-8", "replace")
+
+
+def _name(token: inference_pb2.TokenLogprob) -> str:
+    """A token's text; its bytes, as OpenAI writes them, where they are no characters by themselves."""
+    try:
+        return token.token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
+
+
+def _by_name(tokens: Iterable[inference_pb2.TokenLogprob]) -> dict[str, float]:
+    """Log-probabilities by name. Of tokens that share one, the likeliest has it, and the others go by their ids."""
+    named: dict[str, float] = {}
+    for token in tokens:
+        name = _name(token)
+        named[name if name not in named else f"token_id:{token.token_id}"] = token.logprob
+    return named

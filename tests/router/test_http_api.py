@@ -1,0 +1,145 @@
+"""The HTTP front over a scripted generator: ids, comments, origins, names of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+
+from protos import inference_pb2 as pb
+from router import http_api
+from router.http_api import HttpApi
+from router.http_forms import CompletionForm
+from router.validation import ClusterLimits
+from rpc.errors import RequestError, ResourceExhausted
+
+LIMITS = ClusterLimits(64, 320, 8, 100, 100)
+
+
+class ScriptedGenerator:
+    """Answers every request with a script of responses, errors to raise, and numbers of seconds to wait."""
+
+    model_name = "tiny"
+
+    def __init__(self, *script):
+        self.script, self.asked, self.closed = script, [], 0
+
+    def limits(self):
+        return LIMITS
+
+    def is_running(self, request_id):
+        return request_id == "taken"
+
+    async def generate(self, request, timeout, headers):
+        self.asked.append(request)
+        try:
+            for entry in self.script:
+                if isinstance(entry, RequestError):
+                    raise entry
+                if isinstance(entry, float):
+                    await asyncio.sleep(entry)
+                else:
+                    yield pb.GenerateResponse(**entry)
+        finally:
+            self.closed += 1
+
+
+LAST = {"text": "b", "finish_reason": pb.FINISH_REASON_LENGTH, "usage": pb.Usage(completion_tokens=2)}
+
+
+def front(generator, **options):
+    api = HttpApi(generator, CollectorRegistry(), lambda: "", lambda status: None, **options)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://x")
+
+
+async def post(generator, body=None, headers=None, **options):
+    async with front(generator, **options) as client:
+        return await client.post("/v1/completions", json={"prompt": "x"} | (body or {}), headers=headers or {})
+
+
+async def test_a_stream_that_waits_says_so_in_comments(monkeypatch):
+    monkeypatch.setattr(http_api, "COMMENT_SECONDS", 0.02)
+    generator = ScriptedGenerator(0.15, {"text": "a"}, 0.15, LAST)
+    answer = await post(generator, {"stream": True})
+    lines = [line for line in answer.text.splitlines() if line]
+    comments = [line for line in lines if line.startswith(":")]
+    assert len(comments) >= 4
+    first, last = (n for n, line in enumerate(lines) if '"text":"' in line)
+    assert lines[0].startswith(":")
+    assert any(line.startswith(":") for line in lines[first:last])
+    assert lines[-1] == "data: [DONE]"
+    assert generator.closed == 1
+
+
+async def test_an_error_after_a_comment_is_an_event(monkeypatch):
+    monkeypatch.setattr(http_api, "COMMENT_SECONDS", 0.02)
+    answer = await post(ScriptedGenerator(0.1, ResourceExhausted("full")), {"stream": True})
+    assert answer.status_code == 200
+    [event] = [line for line in answer.text.splitlines() if "error" in line]
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "rate_limit_exceeded"
+
+
+async def test_an_error_before_anything_was_sent_is_a_status():
+    answer = await post(ScriptedGenerator(ResourceExhausted("full")), {"stream": True})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+
+async def test_ids_come_from_the_body_else_the_header_else_are_made():
+    generator = ScriptedGenerator(LAST)
+    for body, headers, expected in (
+        ({"request_id": "b"}, {"x-request-id": "h"}, "b"),
+        ({}, {"x-request-id": "h"}, "h"),
+        ({"prompt": ["x", "y"]}, {"x-request-id": "h"}, "h"),
+    ):
+        answer = await post(generator, body, headers)
+        assert (answer.json()["id"], answer.headers["x-request-id"]) == (expected, expected)
+    assert [request.request_id for request in generator.asked] == ["b", "h", "h-0", "h-1"]
+    answer = await post(generator)
+    assert answer.json()["id"] == generator.asked[-1].request_id
+    answer = await post(generator, {}, {"x-request-id": "taken"})
+    assert answer.json()["id"] == "taken"
+    assert generator.asked[-1].request_id.startswith("taken-")
+
+
+@pytest.mark.parametrize("given", ["a b", "x" * 129, "\xe9"])
+async def test_a_header_that_is_no_id_is_refused(given):
+    answer = await post(ScriptedGenerator(LAST), {}, {b"x-request-id": given.encode("latin-1")})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
+
+
+async def test_origins_that_are_named_may_call_from_a_browser():
+    headers = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    async with front(ScriptedGenerator(LAST), cors_origins=("https://chat.example",)) as client:
+        asked = await client.options("/v1/completions", headers=headers)
+        assert asked.headers["access-control-allow-origin"] == "https://chat.example"
+        other = await client.options("/v1/completions", headers=headers | {"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+        answer = await client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert answer.headers["access-control-expose-headers"] == "x-request-id"
+
+
+async def test_the_longest_length_that_can_be_had_is_published():
+    async with front(ScriptedGenerator()) as client:
+        [model] = (await client.get("/v1/models")).json()["data"]
+    assert model["max_model_len"] == LIMITS.longest_sequence
+
+
+def test_tokens_that_share_a_text_keep_their_own_numbers():
+    """Bytes that are no characters all look alike as text; so do a special token and its letters."""
+
+    def token(token_id, logprob, raw):
+        return pb.TokenLogprob(token_id=token_id, logprob=logprob, token_bytes=raw)
+
+    top = [token(1, -0.1, b"a"), token(2, -0.2, b"\xf0"), token(3, -0.3, b"\xf1"), token(4, -0.4, b"a")]
+    response = pb.GenerateResponse(logprobs=[pb.PositionLogprobs(chosen=token(2, -0.2, b"\xf0"), top=top)])
+    form = CompletionForm("id", "m", 1, False)
+    found = form.logprobs(response, 0)
+    [values] = found["top_logprobs"]
+    assert {name: round(value, 3) for name, value in values.items()} == {
+        "a": -0.1, "bytes:\\xf0": -0.2, "bytes:\\xf1": -0.3, "token_id:4": -0.4,
+    }  # fmt: skip
+    assert found["tokens"] == ["bytes:\\xf0"]
+    assert found["tokens"][0] in values
