@@ -7,6 +7,7 @@ Only headers are read: a checkpoint of any size takes milliseconds.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 LONGEST_HEADER_BYTES = 100_000_000
 """What the safetensors format allows."""
 NAMES_IN_A_MESSAGE = 5
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def check_folder(folder: Path, with_weights: bool = True) -> None:
@@ -45,7 +47,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
     if not tokenizers:
         raise ModelLoadError(f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model); copy it there")
     for path in tokenizers:
-        _refuse_pointer(path)
+        refuse_pointer(path)
     if with_weights:
         check_weights(folder)
 
@@ -54,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ModelLoadError naming the file."""
     if not path.is_file():
         raise ModelLoadError(f"{path.parent}: has no {path.name}")
-    _refuse_pointer(path)
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
@@ -64,13 +66,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def gguf_parts(path: Path) -> list[Path]:
+    """All parts of the GGUF that a file is one of, in order; only itself if it is whole.
+
+    Raises ModelLoadError naming parts that are not there.
+    """
+    name = _PART.fullmatch(path.name)
+    if name is None:
+        return [path]
+    parts = [path.with_name(f"{name['stem']}-{n:05}-of-{name['count']}.gguf") for n in range(1, int(name["count"]) + 1)]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelLoadError(f"{path.name} is one of {len(parts)} parts; beside it are missing {', '.join(missing)}")
+    return parts
+
+
 def some_names(names: list[str]) -> str:
     """The first few of many names, and how many more there are."""
     shown = ", ".join(names[:NAMES_IN_A_MESSAGE])
     return shown if len(names) <= NAMES_IN_A_MESSAGE else f"{shown} and {len(names) - NAMES_IN_A_MESSAGE} more"
 
 
-def _refuse_pointer(path: Path) -> None:
+def refuse_pointer(path: Path) -> None:
+    """Raises ModelLoadError if a file is what git leaves in place of a large one."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelLoadError(f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder")
@@ -129,7 +147,7 @@ def _check_pickles(folder: Path) -> None:
     if not files:
         raise ModelLoadError(f"{folder}: has no weights (model.safetensors, or an index that names its parts)")
     for path in files:
-        _refuse_pointer(path)
+        refuse_pointer(path)
 
 
 def _is_packed(name: str, dtype: str) -> bool:
@@ -143,7 +161,7 @@ def _safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
     The format: 8 bytes (length of the header, little endian), the header as JSON, the tensors.
     """
-    _refuse_pointer(path)
+    refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

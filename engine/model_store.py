@@ -26,11 +26,13 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from engine.checkpoint import check_folder
+from engine.checkpoint import check_folder, gguf_parts, refuse_pointer
 from engine.errors import ModelLoadError
 
 CACHE_VARIABLE = "KVFERRY_CACHE"
 MANIFEST = "kvferry.json"
+FORMAT = 2
+"""Of prepared folders. 1: RoPE scaling and the cutting of texts into tokens were not always those of the GGUF file."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HASH_BYTES = 1 << 20
@@ -96,7 +98,14 @@ def resolve_model(model: str, with_weights: bool = True) -> Path:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelUnavailable(f"--model {model}: is a file but not a .gguf file")
-        return _prepare(f"{path.stem}-{_sha256(path)[:8]}", lambda work: _convert(path.resolve(), work / "model"))
+        try:
+            parts = gguf_parts(path.absolute())
+            for part in parts:
+                refuse_pointer(part)
+        except ModelLoadError as error:
+            raise ModelUnavailable(f"--model {model}: {error}") from error
+        name = f"{parts[0].stem}-{_sha256(parts)[:8]}"
+        return _prepare(name, lambda work: _convert(parts[0], work / "model"))
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelUnavailable(f"--model {model}: the folder has no config.json; is it a transformers model?")
@@ -118,7 +127,7 @@ def resolve_model(model: str, with_weights: bool = True) -> Path:
 def _prepare(name: str, make: Callable[[Path], None]) -> Path:
     """The prepared folder `name`; `make` fills `model/` of a temporary folder if it does not exist yet."""
     folder = cache_folder() / "models" / name
-    if (folder / MANIFEST).is_file():
+    if _is_prepared(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,18 +136,27 @@ def _prepare(name: str, make: Callable[[Path], None]) -> Path:
             f"the cache folder can't be made: {error}; set {CACHE_VARIABLE} to another one"
         ) from error
     with _one_at_a_time(folder):
-        if (folder / MANIFEST).is_file():
+        if _is_prepared(folder):
             return folder
+        shutil.rmtree(folder, ignore_errors=True)  # prepared by a version that left something out
         work = folder.parent / f".{name}-{secrets.token_hex(4)}"
         work.mkdir()
         try:
             make(work)
-            (work / "model" / MANIFEST).write_text(json.dumps({"name": name, "format": 1}))
+            (work / "model" / MANIFEST).write_text(json.dumps({"name": name, "format": FORMAT}))
             (work / "model").replace(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     _say(f"prepared {name} in {folder}")
     return folder
+
+
+def _is_prepared(folder: Path) -> bool:
+    """Whether a folder is whole and made by a version that carries over all that this one does."""
+    try:
+        return bool(json.loads((folder / MANIFEST).read_text())["format"] == FORMAT)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @contextlib.contextmanager
@@ -190,7 +208,7 @@ def _fetch_gguf(model: BuiltInModel, work: Path) -> Path:
             while block := source.read(_HASH_BYTES):
                 sink.write(block)
                 advance(len(block))
-    found = _sha256(target)
+    found = _sha256([target])
     if found != model.gguf_sha256:
         raise ModelUnavailable(f"{model.name}: the download is damaged (SHA-256 {found}, expected {model.gguf_sha256})")
     return target
@@ -224,12 +242,15 @@ def _from_hub(model: str) -> Path:
         ) from error
 
 
-def _sha256(path: Path) -> str:
+def _sha256(files: list[Path]) -> str:
+    """Of the files one after the other."""
     digest = hashlib.sha256()
-    with path.open("rb") as file, _bytes_bar("checking", path.stat().st_size) as advance:
-        while block := file.read(_HASH_BYTES):
-            digest.update(block)
-            advance(len(block))
+    with _bytes_bar("checking", sum(path.stat().st_size for path in files)) as advance:
+        for path in files:
+            with path.open("rb") as file:
+                while block := file.read(_HASH_BYTES):
+                    digest.update(block)
+                    advance(len(block))
     return digest.hexdigest()
 
 

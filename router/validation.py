@@ -185,6 +185,11 @@ def prompt_token_ids(
         check_token_ids("token_ids", ids, limits.vocab_size)
     if not ids:
         raise InvalidArgument(kind, "has no tokens; a prompt needs at least 1")
+    if max(ids) >= limits.vocab_size:
+        # A tokenizer may know more tokens than the model has embeddings for.
+        raise InvalidArgument(
+            kind, f"has the token {max(ids)}, which the model, with {limits.vocab_size}, does not have"
+        )
     if longest is not None and len(ids) > longest:
         raise too_long(len(ids), limits.longest_sequence, limits.pool_words())
     return ids

@@ -124,6 +124,12 @@ def test_pointers_of_git_lfs_are_named(name, folder):
     one_line(error)
 
 
+def test_a_pointer_in_place_of_a_gguf_file_is_named(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(LFS_POINTER + b"/v1\n")
+    with pytest.raises(ModelUnavailable, match=r"m\.gguf: is a git-lfs pointer"):
+        resolve_model(str(tmp_path / "m.gguf"))
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 5000, -1])
 def test_a_file_that_is_cut_off_is_named(keep, folder):
     path = folder / "model.safetensors"

@@ -304,3 +304,10 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer(tokeniz
     assert prompt("developer").prompt_token_ids == tuple(tokenizer.encode("D"))
     named = pb.ChatMessages(messages=[{"role": "system", "content": "x", "name": "Bo"}])
     assert check(pb.GenerateRequest(chat=named), tokenizer).prompt_token_ids == tuple(tokenizer.encode("SBo"))
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_refused(tokenizer):
+    """It would be an index beyond the embedding."""
+    limits = ClusterLimits(64, 100, 8, 100, 100)
+    with pytest.raises(InvalidArgument, match=r"text: has the token \d+, which the model, with 100, does not have"):
+        check(pb.GenerateRequest(text="~"), tokenizer, limits)
