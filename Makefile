@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -91,6 +91,9 @@ kind-demo:
 	kubectl --context kind-kvferry apply -k k8s/overlays/cpu-demo
 	kubectl --context kind-kvferry -n kvferry rollout status deployment/kvferry-router --timeout=15m
 	@echo "now: kubectl --context kind-kvferry -n kvferry port-forward service/kvferry 8000:8000"
+
+bench-generator: setup
+	$(BIN)/python -m benchmarks.generator
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.chat

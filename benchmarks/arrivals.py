@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -18,7 +19,7 @@ def arrival_times(
     burstiness: float = 1.0,
     end_rate: float | None = None,
 ) -> list[float]:
-    """`count` arrival times at `rate` requests per second on average.
+    """`count` arrival times at `rate` requests per second on average; inf: all at once.
 
     poisson: independent arrivals. gamma: gaps of a gamma distribution with shape `burstiness`; below 1 more bursty than
     Poisson, above more regular. fixed: equal gaps. ramp: Poisson with a rate that goes linearly to `end_rate`.
@@ -26,6 +27,8 @@ def arrival_times(
     """
     if not rate > 0:
         raise ValueError(f"--rate is {rate}; it must be above 0")
+    if kind == "ramp" and not math.isfinite(rate):
+        raise ValueError("--rate is inf; a ramp needs a rate to begin with")
     if not burstiness > 0:
         raise ValueError(f"--burstiness is {burstiness}; it must be above 0")
     if end_rate is not None and not end_rate > 0:

@@ -17,7 +17,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.arms import Load
-from benchmarks.compare import ArmUnderTest, CompareSettings, Say, compare
+from benchmarks.arms_under_test import ArmUnderTest, Say
+from benchmarks.compare import CompareSettings, compare
 from benchmarks.metrics import Slo
 from benchmarks.verdict import ratio
 from benchmarks.workload import Lengths, synthetic
@@ -55,17 +56,15 @@ def measure_map(
                 ),
             )
             slo, seconds_each = idle_slo(arms, load, slo_factor)
-            cell_settings = CompareSettings(
-                slo, settings.seconds, settings.repeats, settings.trials, 1 / seconds_each, settings.seed
-            )
+            cell_settings = replace(settings, slo=slo, first_rate=1 / seconds_each, with_timeline=False)
             comparison = compare(arms, load, cell_settings, say)
             cells.append(
                 Cell(
                     prompt_tokens,
                     output_tokens,
                     slo,
-                    comparison.best_colocated.goodput,
-                    comparison.best_two_tier.goodput,
+                    comparison.best_colocated.goodput if comparison.best_colocated else 0.0,
+                    comparison.best_two_tier.goodput if comparison.best_two_tier else 0.0,
                     ratio(comparison),
                 )
             )
@@ -80,9 +79,9 @@ def idle_slo(arms: list[ArmUnderTest], load: Load, factor: float) -> tuple[Slo, 
     ttft, tpot, whole = 0.0, 0.0, 0.0
     for under_test in arms:
         for request in load.make(2, 17):
-            [record], _ = under_test.offer([replace(request, arrival=0.0)], timeout=120)
+            [record] = under_test.offer([replace(request, arrival=0.0)], timeout=120).records
             if not record.is_ok:
-                raise ValueError(f"{load.describe}: {under_test.arm.name} can't serve it: {record.error}")
+                raise ValueError(f"{load.describe}: {under_test.name} can't serve it: {record.error}")
             ttft, tpot = max(ttft, record.ttft or 0.0), max(tpot, record.tpot or 0.0)
             whole = max(whole, record.e2e or 0.0)
     return Slo(ttft_ms=ttft * factor * 1e3, tpot_ms=(tpot * factor * 1e3) or None), whole

@@ -1,42 +1,35 @@
-"""`kvferry bench compare`: does splitting pay for this load? Colocated arms against splits, on one machine, matched.
+"""`kvferry bench compare`: does splitting pay for this load? Colocated arms against splits, on one machine, matched; or
+servers that run already against each other.
 
-Every arm is a real cluster with the same cores, pages, model, kernels, router, prompts, arrivals and lengths. All
-clusters are up at once, but only one is under load at any time, and they take turns, so that a slow minute of the
+Every arm of ours is a real cluster with the same cores, pages, model, kernels, router, prompts, arrivals and lengths.
+All clusters are up at once, but only one is under load at any time, and they take turns, so that a slow minute of the
 machine hits all.
 For each arm the highest rate is sought at which at least 90 % of the offered requests meet both SLOs (goodput). Each
 rate is measured several times, with other prompts and arrivals, and the counts are added up before the search decides.
-Of the colocated arms (one per token budget) the best one counts: the baseline has to be a strong one.
+Then all arms are measured at one rate, the highest that each of them attains: latencies are compared there and nowhere
+else. Of the colocated arms (one per token budget) the best one counts: the baseline has to be a strong one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import os
 import platform
 import random
-import tempfile
+import shlex
+import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from benchmarks.arms import Arm, Load
-from benchmarks.driver import duration_of, open_loop
+from benchmarks.arms import Load
+from benchmarks.arms_under_test import ArmUnderTest, Kind, Say
+from benchmarks.driver import duration_of
 from benchmarks.goodput import GoodputSearch, Trial
 from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
-from benchmarks.targets import GrpcTarget
-from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, cut, fitted
-from kvferry.client import Client, KvferryError
-from kvferry.local import LocalCluster
-
-Say = Callable[[str], object]
+from benchmarks.workload import LoadRequest, cut, salted
 
 
 @dataclass(frozen=True)
@@ -53,6 +46,10 @@ class CompareSettings:
     first_rate: float
     """Requests per second to begin with."""
     seed: int = 0
+    salt: int = 0
+    """Of this comparison: its prompts begin as those of no other."""
+    with_timeline: bool = True
+    """Also let a long prompt arrive among running answers."""
 
 
 @dataclass
@@ -65,7 +62,10 @@ class Run:
     summary: dict[str, Any]
     busy: dict[str, float]
     """Share of the time that each worker's engine was in a step."""
-    itls_ms: list[float]
+    records: list[RequestRecord] = field(default_factory=list)
+    generator_lag_ms: float = 0.0
+    """How late the load generator looked at times (p99)."""
+    generator_was_limit: bool = False
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ArmResult:
     """What one arm reached."""
 
     name: str
-    is_two_tier: bool
+    kind: Kind
     goodput: float = 0.0
     """Requests per second."""
     interval: tuple[float, float] = (0.0, 0.0)
@@ -86,6 +86,16 @@ class ArmResult:
     timeline: list[tuple[float, float]] = field(default_factory=list)
     """(seconds, gap in ms) of the answers while one long prompt arrives."""
 
+    def at(self, rate: float) -> dict[str, Any]:
+        """The numbers of all runs at one rate together."""
+        records = [record for run in self.runs if run.rate == rate for record in run.records]
+        return summarise(records, duration_of(records))
+
+    def idle_at(self, rate: float) -> dict[str, float]:
+        """Share of the time that each worker's engine was in no step, over the runs at one rate."""
+        runs = [run.busy for run in self.runs if run.rate == rate]
+        return {name: 1 - sum(busy[name] for busy in runs) / len(runs) for name in (runs[0] if runs else ())}
+
 
 @dataclass
 class Comparison:
@@ -95,100 +105,49 @@ class Comparison:
     describe: str
     slo: Slo
     arms: list[ArmResult]
-    equal_outputs: float
-    """Share of probe requests that all arms answered with the same tokens."""
+    equal_outputs: float | None
+    """Share of probe requests that all arms answered with the same tokens; None if not all tell their tokens."""
     kv_bytes_moved: dict[str, int]
     """By arm, over all runs."""
     machine: dict[str, Any]
     settings: dict[str, Any]
+    shared_rate: float | None = None
+    """The highest rate that every arm attained; all were measured at it. None: some arm attained no rate."""
 
     @property
-    def best_colocated(self) -> ArmResult:
+    def best_colocated(self) -> ArmResult | None:
         """The strongest baseline."""
-        return max((a for a in self.arms if not a.is_two_tier), key=lambda a: a.goodput)
+        return max((a for a in self.arms if a.kind == "colocated"), key=lambda a: a.goodput, default=None)
 
     @property
-    def best_two_tier(self) -> ArmResult:
+    def best_two_tier(self) -> ArmResult | None:
         """The best split."""
-        return max((a for a in self.arms if a.is_two_tier), key=lambda a: a.goodput)
+        return max((a for a in self.arms if a.kind == "two-tier"), key=lambda a: a.goodput, default=None)
 
-
-class ArmUnderTest:
-    """A running cluster of an arm."""
-
-    def __init__(self, arm: Arm, cluster: LocalCluster, client: Client) -> None:
-        self.arm, self.cluster, self.client = arm, cluster, client
-
-    def busy_seconds(self) -> dict[str, float]:
-        """Seconds that each worker spent in steps so far."""
-        found = {}
-        for process in self.cluster.processes:
-            if process.name != "router":
-                with urllib.request.urlopen(process.info["metrics"], timeout=10) as response:
-                    families = text_string_to_metric_families(response.read().decode())
-                    samples = {s.name: s.value for family in families for s in family.samples}
-                found[process.name] = samples["kvferry_step_seconds_sum"]
-        return found
-
-    def offer(self, requests: list[LoadRequest], timeout: float) -> tuple[list[RequestRecord], dict[str, float]]:
-        """Runs a load from empty caches. Returns its records, and each worker's busy share."""
-        self.client.flush_prefix_cache()
-        before, started = self.busy_seconds(), time.perf_counter()
-
-        fitting = cut(requests, self.client.model_info().max_model_len)
-
-        async def run() -> list[RequestRecord]:
-            async with GrpcTarget(self.cluster.address, timeout) as target:
-                return await open_loop(target, fitting, lambda: None)
-
-        records = asyncio.run(run())
-        seconds = time.perf_counter() - started
-        busy = {name: min(1.0, (total - before[name]) / seconds) for name, total in self.busy_seconds().items()}
-        return records, busy
-
-
-@contextmanager
-def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
-    """All arms' clusters, up and warm."""
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as logs, ExitStack() as stack:
-        running = []
-        for number, arm in enumerate(arms):
-            say(f"starting {arm.name}")
-            config = replace(arm.cluster, log_dir=Path(logs) / str(number))
-            cluster = stack.enter_context(LocalCluster(config))
-            client = stack.enter_context(Client(cluster.address))
-            vocab_size = client.model_info().vocab_size
-            for length in (16, 300):  # not measured; other prompts than any that is
-                length = min(length, client.model_info().max_model_len - 4)
-                prompt = random.Random(length).choices(range(HIGHEST_TOKEN, HIGHEST_TOKEN + 9000), k=length)
-                client.generate([token % vocab_size for token in prompt], max_tokens=4).result()
-            running.append(ArmUnderTest(arm, cluster, client))
-        yield running
+    @property
+    def num_requests(self) -> int:
+        """Measured requests of all arms."""
+        return sum(len(run.records) for arm in self.arms for run in arm.runs)
 
 
 def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say: Say) -> Comparison:
     """Measures one load on all arms, taking turns."""
-    results = [ArmResult(under_test.arm.name, under_test.arm.is_two_tier) for under_test in arms]
+    results = [ArmResult(under_test.name, under_test.kind) for under_test in arms]
     searches = [GoodputSearch(settings.first_rate, settings.trials) for _ in arms]
     while any(rates := [search.next_rate() for search in searches]):
-        trials = [Trial(rate or 0.0, 0, 0) for rate in rates]
-        for repeat in range(settings.repeats):
-            for place, (under_test, rate) in enumerate(zip(arms, rates, strict=True)):
-                if rate is None:
-                    continue
-                say(f"{load.name}, repeat {repeat + 1} of {settings.repeats}: {under_test.arm.name} at {rate:.2f}/s")
-                run, met = _measure(under_test, load, rate, repeat, settings)
-                results[place].runs.append(run)
-                trials[place] += Trial(rate, met, run.summary["offered"])
-        for search, trial in zip(searches, trials, strict=True):
-            if trial.offered:
-                search.add(trial)
+        _measure_all(arms, results, searches, rates, load, settings, say)
+    attained = [search.attained.rate if search.attained else None for search in searches]
+    shared = None if None in attained else min(rate for rate in attained if rate is not None)
+    if shared is not None:
+        missing = [None if any(run.rate == shared for run in result.runs) else shared for result in results]
+        _measure_all(arms, results, searches, missing, load, settings, say)
     for search, result in zip(searches, results, strict=True):
         result.goodput, result.interval = search.goodput, search.interval(settings.seed)
         result.trials, result.is_lower_bound = search.trials, search.missed is None
-    for under_test, result in zip(arms, results, strict=True):
-        say(f"{load.name}: one long prompt among streams, {under_test.arm.name}")
-        result.timeline = _timeline(under_test)
+    if settings.with_timeline:
+        for under_test, result in zip(arms, results, strict=True):
+            say(f"{load.name}: one long prompt among streams, {under_test.name}")
+            result.timeline = _timeline(under_test, settings)
     return Comparison(
         load=load.name,
         describe=load.describe,
@@ -198,39 +157,63 @@ def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say
         kv_bytes_moved={r.name: sum(run.summary["total_kv_bytes"] for run in r.runs) for r in results},
         machine=machine(),
         settings={**asdict(settings), "slo": asdict(settings.slo)},
+        shared_rate=shared,
     )
+
+
+def _measure_all(
+    arms: list[ArmUnderTest],
+    results: list[ArmResult],
+    searches: list[GoodputSearch],
+    rates: list[float | None],
+    load: Load,
+    settings: CompareSettings,
+    say: Say,
+) -> None:
+    """Each arm at its rate, if it has one, in turns."""
+    trials = [Trial(rate or 0.0, 0, 0) for rate in rates]
+    for repeat in range(settings.repeats):
+        for place, (under_test, rate) in enumerate(zip(arms, rates, strict=True)):
+            if rate is None:
+                continue
+            say(f"{load.name}, repeat {repeat + 1} of {settings.repeats}: {under_test.name} at {rate:.2f}/s")
+            run, met = _measure(under_test, load, rate, repeat, settings)
+            results[place].runs.append(run)
+            trials[place] += Trial(rate, met, run.summary["offered"])
+    for search, trial in zip(searches, trials, strict=True):
+        if trial.offered:
+            search.add(trial)
 
 
 def _measure(
     under_test: ArmUnderTest, load: Load, rate: float, repeat: int, settings: CompareSettings
 ) -> tuple[Run, int]:
-    # The same prompts, lengths and arrivals for every arm at this rate and repeat.
+    # The same prompts, lengths and arrivals for every arm at this rate and repeat, and at no other.
     requests = load.requests(rate, settings.seconds, settings.seed * 1000 + repeat)
-    records, busy = under_test.offer(requests, timeout=4 * settings.seconds)
-    summary = summarise(records, duration_of(records), settings.slo)
-    met = sum(settings.slo.is_met(record) for record in records)
-    itls = [gap * 1e3 for record in records for gap in record.itls]
-    return Run(under_test.arm.name, rate, repeat, summary, busy, itls), met
+    requests = salted(requests, hash((settings.salt, rate, repeat)) % (1 << 62))
+    offered = under_test.offer(requests, timeout=4 * settings.seconds)
+    summary = summarise(offered.records, duration_of(offered.records), settings.slo)
+    met = sum(settings.slo.is_met(record) for record in offered.records)
+    generator = offered.generator
+    run = Run(
+        under_test.name, rate, repeat, summary, offered.busy, offered.records, generator.p99_lag_ms, generator.is_limit
+    )
+    return run, met
 
 
-def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float:
+def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float | None:
     """Each probe alone on each arm: what share has the same tokens everywhere?"""
-    info = arms[0].client.model_info()
-    probes = cut(load.make(6, seed + 99), info.max_model_len)
-
-    def ask(arm: ArmUnderTest, request: LoadRequest) -> tuple[int, ...]:
-        prompt, max_tokens = fitted(request.prompt, info.vocab_size), min(request.max_tokens, 24)
-        options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "return_token_ids": True}
-        try:
-            return arm.client.generate(prompt, max_tokens=max_tokens, **options).result().token_ids
-        except KvferryError:
-            return (-1, arms.index(arm))  # equal to no other arm's
-
-    answers = [tuple(ask(arm, request) for arm in arms) for request in probes]
+    longest = min((arm.max_model_len for arm in arms if arm.max_model_len is not None), default=1 << 30)
+    probes = cut(load.make(6, seed + 99), longest)
+    answers = [tuple(arm.greedy_tokens(request) for arm in arms) for request in probes]
+    if any(tokens is None for answer in answers for tokens in answer):
+        return None
     return sum(len(set(answer)) == 1 for answer in answers) / len(answers)
 
 
-def _timeline(under_test: ArmUnderTest, num_streams: int = 4, long_tokens: int = 1500) -> list[tuple[float, float]]:
+def _timeline(
+    under_test: ArmUnderTest, settings: CompareSettings, num_streams: int = 4, long_tokens: int = 1500
+) -> list[tuple[float, float]]:
     """Gaps between tokens of running answers, while one long prompt arrives after a second."""
     rng = random.Random(1)
 
@@ -238,7 +221,8 @@ def _timeline(under_test: ArmUnderTest, num_streams: int = 4, long_tokens: int =
         return LoadRequest(tuple(rng.choices(range(300, 30_000), k=length)), max_tokens, arrival)
 
     streams = [request(32, 150, 0.0) for _ in range(num_streams)]
-    records, _ = under_test.offer([*streams, request(long_tokens, 2, 1.0)], timeout=120)
+    load = salted([*streams, request(long_tokens, 2, 1.0)], settings.salt)
+    records = under_test.offer(load, timeout=120).records
     start = min(record.sent for record in records)
     short = [record for record in records if record.output_tokens > 2]
     return sorted(
@@ -264,4 +248,5 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join(["kvferry", *sys.argv[1:]]),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,26 +17,14 @@ Arrivals = Literal["poisson", "gamma", "fixed", "ramp", "trace", "closed"]
 
 
 @dataclass(frozen=True)
-class RunCommand:
-    """Sends a load to a running endpoint and reports what its client saw."""
+class WorkloadOptions:
+    """What is asked: lengths, and what prompts share."""
 
-    address: str = "127.0.0.1:50051"
-    """host:port of a kvferry router (gRPC)."""
-    openai_url: str = ""
-    """Measure this instead: base URL of any server with OpenAI's completions, for example http://127.0.0.1:8000/v1."""
-    model: str = ""
-    """Model name for --openai-url."""
-    openai_chat: bool = False
-    """Use chat completions of --openai-url, for servers that have no others."""
-    ignore_eos: bool = True
-    """Exact answer lengths: ask the OpenAI server to ignore EOS, which not every one knows."""
-
-    workload: WorkloadKind = "lognormal"
+    workload: WorkloadKind | None = None
     """Lengths: drawn (lognormal, uniform, fixed), turns of conversations, or a trace file."""
     trace: Path | None = None
-    """File for azure (CSV), mooncake (JSONL) or sharegpt (JSONL). Unset: the slice that comes with kvferry, if any."""
-    num_requests: int = 100
-    """Requests to offer, warm-up not counted."""
+    """File for azure (CSV with times and lengths, as Azure and BurstGPT publish them), mooncake (JSONL) or sharegpt
+    (JSON or JSONL). Unset: the slice that comes with kvferry, if any."""
     prompt_tokens: float = 300
     """Mean prompt length, for drawn lengths; mean message length, for conversations."""
     output_tokens: float = 64
@@ -55,10 +44,38 @@ class RunCommand:
     max_output_tokens: int = 400
     """Longer answers are cut."""
 
+
+@dataclass(frozen=True)
+class OpenAiOptions:
+    """How OpenAI-compatible servers are spoken to."""
+
+    model: str = ""
+    """Model name to ask for."""
+    openai_chat: bool = False
+    """Use chat completions, for servers that have no others."""
+    ignore_eos: bool = True
+    """Exact answer lengths: ask the server to ignore EOS, which not every one knows."""
+    api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""))
+    """Sent as a bearer token. Unset: $OPENAI_API_KEY, if there is one."""
+
+
+@dataclass(frozen=True)
+class RunCommand(WorkloadOptions, OpenAiOptions):
+    """Sends a load to a running endpoint and reports what its client saw."""
+
+    address: str = "127.0.0.1:50051"
+    """host:port of a kvferry router (gRPC)."""
+    openai_url: str = ""
+    """Measure this instead: base URL of any server with OpenAI's completions, for example http://127.0.0.1:8000/v1."""
+    workload: WorkloadKind = "lognormal"
+    """Lengths: drawn (lognormal, uniform, fixed), turns of conversations, or a trace file."""
+    num_requests: int = 100
+    """Requests to offer, warm-up not counted."""
+
     arrivals: Arrivals = "poisson"
     """Open loop: poisson, gamma, fixed, ramp or the trace's own times. closed: so many at once."""
     rate: float = 1.0
-    """Requests per second, for open loops."""
+    """Requests per second, for open loops; inf: all at once."""
     end_rate: float | None = None
     """ramp: the rate at the end; unset: twice --rate."""
     burstiness: float = 1.0
@@ -73,7 +90,10 @@ class RunCommand:
     timeout: float = 300.0
     """Deadline of each request in seconds."""
     seed: int = 0
-    """Same seed, same load."""
+    """Same seed, same lengths and arrivals."""
+    salt: int | None = None
+    """Prompts of runs with different salts begin differently, so that no run finds in a server's cache what another has
+    left there. Unset: drawn anew, and told."""
     slo_ttft_ms: float | None = None
     """Count requests whose first token came in time ..."""
     slo_tpot_ms: float | None = None
@@ -107,11 +127,23 @@ class ArmsCommand:
 
 
 @dataclass(frozen=True)
-class CompareCommand(ArmsCommand):
-    """Two tiers against colocated workers on this machine, matched; writes report.html, plots and JSON."""
+class CompareCommand(WorkloadOptions, ArmsCommand):
+    """Two tiers against colocated workers on this machine, matched, or servers that run already against each other;
+    writes report.html, plots and JSON."""
 
     loads: tuple[str, ...] = ("long-prompts", "long-answers", "azure-conv")
-    """Which loads: long-prompts, long-answers, mixed, azure-conv."""
+    """Which of our loads: long-prompts, long-answers, mixed, azure-conv. With --workload yours instead."""
+    servers: tuple[str, ...] = ()
+    """Servers that run already, in place of the arms: NAME=host:port for a kvferry router, NAME=http://host:port/v1 for
+    anything with OpenAI's completions. One alone is measured at rising rates."""
+    server_model: str = ""
+    """Model name to ask OpenAI-compatible servers for."""
+    openai_chat: bool = False
+    """Use chat completions of OpenAI-compatible servers."""
+    ignore_eos: bool = True
+    """Exact answer lengths: ask OpenAI-compatible servers to ignore EOS, which not every one knows."""
+    api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""))
+    """Sent to OpenAI-compatible servers as a bearer token. Unset: $OPENAI_API_KEY, if there is one."""
     slo_ttft_ms: float = 4000.0
     """Time to first token that a request has to meet."""
     slo_tpot_ms: float = 80.0

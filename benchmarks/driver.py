@@ -4,14 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from benchmarks.records import RequestRecord
 from benchmarks.targets import Target
 from benchmarks.workload import LoadRequest
 
+LOOKS_PER_SECOND = 50
+MOST_LAG_MS = 20.0
+"""A generator that is later than this at times is said to be the limit: it is what people see between tokens."""
+MOST_CPU_SHARE = 0.9
+START_GAP_SECONDS = 0.001
+"""Between the starts of a closed loop's first requests."""
+
 Progress = Callable[[], object]
 """Called when a request has ended."""
+
+
+@dataclass
+class GeneratorLoad:
+    """How busy the load generator itself was: what it reads late it reports late."""
+
+    lags: list[float] = field(default_factory=list)
+    """Seconds by which its event loop woke up too late, looked at LOOKS_PER_SECOND times a second."""
+    cpu_share: float = 0.0
+    """Of one core."""
+
+    @property
+    def p99_lag_ms(self) -> float:
+        """All but one in a hundred looks were no later than this."""
+        return float(np.percentile(self.lags, 99)) * 1e3 if self.lags else 0.0
+
+    @property
+    def is_limit(self) -> bool:
+        """Whether the times that it reports are its own as much as the server's."""
+        return self.p99_lag_ms > MOST_LAG_MS or self.cpu_share > MOST_CPU_SHARE
+
+
+@asynccontextmanager
+async def watched() -> AsyncIterator[GeneratorLoad]:
+    """Notes how busy this process is meanwhile."""
+    load = GeneratorLoad()
+    started, cpu = time.perf_counter(), time.process_time()
+
+    async def look() -> None:
+        pause = 1 / LOOKS_PER_SECOND
+        while True:
+            due = time.perf_counter() + pause
+            await asyncio.sleep(pause)
+            load.lags.append(max(0.0, time.perf_counter() - due))
+
+    looking = asyncio.create_task(look())
+    try:
+        yield load
+    finally:
+        looking.cancel()
+        load.cpu_share = (time.process_time() - cpu) / max(1e-9, time.perf_counter() - started)
 
 
 async def open_loop(target: Target, requests: Sequence[LoadRequest], progress: Progress) -> list[RequestRecord]:
@@ -37,12 +89,14 @@ async def closed_loop(
     waiting = iter(requests)
     records: list[RequestRecord] = []
 
-    async def worker() -> None:
+    async def worker(number: int) -> None:
+        # Not all in one moment: opening hundreds of connections takes time, which would look like the server's.
+        await asyncio.sleep(number * START_GAP_SECONDS)
         for request in waiting:
             record = await _send(target, request, RequestRecord(time.perf_counter()), progress)
             records.append(record)
 
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*(worker(number) for number in range(concurrency)))
     return records
 
 

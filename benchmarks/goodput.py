@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 
 from benchmarks.metrics import wilson_interval
 
@@ -122,12 +123,9 @@ def crossing(counts: Sequence[tuple[float, float, float]], target: float) -> flo
 
 
 def falling(counts: Sequence[tuple[float, float]]) -> list[float]:
-    """Shares met/offered, smoothed so that they never rise: pool-adjacent-violators (Ayer et al. 1955)."""
-    pools: list[tuple[float, float, int]] = []
-    for met, offered in counts:
-        pool = (met, offered, 1)
-        while pools and pools[-1][0] / pools[-1][1] <= pool[0] / pool[1]:
-            before = pools.pop()
-            pool = (before[0] + pool[0], before[1] + pool[1], before[2] + pool[2])
-        pools.append(pool)
-    return [met / offered for met, offered, number in pools for _ in range(number)]
+    """Shares met/offered, smoothed so that they never rise (isotonic regression, weighted by what was offered)."""
+    if not counts:
+        return []
+    shares = [met / offered for met, offered in counts]
+    weights = [offered for _, offered in counts]
+    return [float(share) for share in isotonic_regression(shares, weights=weights, increasing=False).x]

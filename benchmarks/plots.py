@@ -1,4 +1,4 @@
-"""Plots of a comparison, as PNG."""
+"""Plots of a comparison, as PNG. One arm has one colour and one marker in all of them."""
 
 from __future__ import annotations
 
@@ -11,44 +11,89 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.compare import ArmResult, Comparison
 
-Draw = Callable[[Any, Comparison], None]
+Draw = Callable[[Any, Comparison, "Styles"], None]
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#F0E442")
+"""Told apart by colour-blind people too (Okabe and Ito 2008)."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+DODGE = 0.012
+"""Points of arms at the same rate stand beside each other, by this share of the rate."""
+
+
+class Styles:
+    """Colour and marker by arm."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        place = self._places[name]
+        return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+
+    def dodged(self, name: str, rate: float) -> float:
+        """Where a point of an arm stands on an axis of rates."""
+        return rate * (1 + DODGE * (self._places[name] - (len(self._places) - 1) / 2))
 
 
 def draw_all(comparison: Comparison) -> dict[str, bytes]:
     """PNG by name."""
-    return {
+    plots = {
         "attainment": _png(_attainment, comparison),
-        "ttft": _png(_latency("ttft"), comparison),
-        "tpot": _png(_latency("tpot"), comparison),
-        "itl": _png(_itl, comparison),
-        "timeline": _png(_timeline, comparison),
-        "idle": _png(_idle, comparison),
+        "ttft": _png(_latency("ttft", "TTFT"), comparison),
+        "tpot": _png(_latency("tpot", "TPOT"), comparison),
     }
+    if comparison.shared_rate is not None:
+        plots["itl"] = _png(_itl, comparison)
+        if any(arm.idle_at(comparison.shared_rate) for arm in comparison.arms):
+            plots["idle"] = _png(_idle, comparison)
+    if any(arm.timeline for arm in comparison.arms):
+        plots["timeline"] = _png(_timeline, comparison)
+    return plots
 
 
 def _png(draw: Draw, comparison: Comparison) -> bytes:
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=110, layout="constrained")
-    draw(axes, comparison)
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    plt.close(figure)
+    # Legible on a phone, where it is some 9 cm wide.
+    with plt.rc_context({"font.size": 12, "axes.titlesize": 13, "legend.fontsize": 10, "lines.markersize": 6}):
+        figure, axes = plt.subplots(figsize=(6.4, 4.6), dpi=130, layout="constrained")
+        draw(axes, comparison, Styles([arm.name for arm in comparison.arms]))
+        axes.grid(alpha=0.25)
+        target = io.BytesIO()
+        figure.savefig(target, format="png")
+        plt.close(figure)
     return target.getvalue()
 
 
-def _by_rate(result: ArmResult, key: str) -> tuple[list[float], list[float]]:
-    """Rates, and the median of a number over the repeats at each."""
-    points: dict[float, list[float]] = {}
-    for run in result.runs:
-        if run.summary[key] is not None:
-            points.setdefault(run.rate, []).append(run.summary[key])
-    rates = sorted(points)
-    return rates, [float(np.median(points[rate])) for rate in rates]
+def _plain(value: float, _: object = None) -> str:
+    return f"{value:g}"
 
 
-def _attainment(axes: Any, comparison: Comparison) -> None:
+def _log_axis(axis: Any, scale: Callable[[str], object]) -> None:
+    """Logarithmic, with numbers that people read: 20, 50, 100."""
+    scale("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(_plain))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _limit(axes: Any, value: float, text: str, is_upright: bool = False) -> None:
+    """A line that says what it is."""
+    (axes.axvline if is_upright else axes.axhline)(value, color="#444444", linestyle=":", linewidth=1.2)
+    if is_upright:
+        axes.text(value, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color="#444444", fontsize=10)
+    else:
+        axes.text(0.99, value, text, transform=axes.get_yaxis_transform(), color="#444444", fontsize=10, ha="right",
+                  va="bottom")  # fmt: skip
+
+
+def _legend(axes: Any) -> None:
+    """Below the plot, where it covers nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+
+
+def _attainment(axes: Any, comparison: Comparison, styles: Styles) -> None:
     for result in comparison.arms:
         trials = sorted(result.trials, key=lambda t: t.rate)
         shares = [100 * t.attainment for t in trials]
@@ -57,62 +102,78 @@ def _attainment(axes: Any, comparison: Comparison) -> None:
             [max(0.0, share - 100 * t.interval[0]) for t, share in zip(trials, shares, strict=True)],
             [max(0.0, 100 * t.interval[1] - share) for t, share in zip(trials, shares, strict=True)],
         ]
-        axes.errorbar([t.rate for t in trials], shares, errors, marker="o", capsize=3, label=result.name)
-    axes.axhline(90, color="grey", linestyle=":")
-    axes.set(title="SLO attainment against offered rate", xlabel="requests/s offered", ylabel="% of offered requests")
-    axes.legend(fontsize=8)
+        places = [styles.dodged(result.name, t.rate) for t in trials]
+        axes.errorbar(places, shares, errors, capsize=3, label=result.name, **styles[result.name])
+    axes.set(title="Requests within the limits", xlabel="offered, requests/s", ylabel="% of offered requests")
+    axes.set_ylim(-3, 106)
+    _limit(axes, 90, "target: 90 %")
+    _legend(axes)
 
 
-def _latency(name: str) -> Draw:
-    def draw(axes: Any, comparison: Comparison) -> None:
+def _by_rate(result: ArmResult, key: str) -> tuple[list[float], list[float]]:
+    """Rates, and a number over all runs at each."""
+    found = {rate: result.at(rate)[key] for rate in sorted({run.rate for run in result.runs})}
+    return [rate for rate, value in found.items() if value is not None], [v for v in found.values() if v is not None]
+
+
+def _latency(name: str, title: str) -> Draw:
+    def draw(axes: Any, comparison: Comparison, styles: Styles) -> None:
         for result in comparison.arms:
-            for key, style in ((f"median_{name}_ms", "-"), (f"p99_{name}_ms", "--")):
+            for key, line in ((f"median_{name}_ms", "-"), (f"p99_{name}_ms", "--")):
                 rates, values = _by_rate(result, key)
-                label = result.name if style == "-" else None
-                [line] = axes.plot(rates, values, style, marker=".", label=label)
-                if style == "-":
-                    color = line.get_color()
-                else:
-                    line.set_color(color)
+                label = result.name if line == "-" else None
+                axes.plot(rates, values, line, label=label, **styles[result.name])
         limit = comparison.slo.ttft_ms if name == "ttft" else comparison.slo.tpot_ms
         if limit is not None:
-            axes.axhline(limit, color="grey", linestyle=":")
-        axes.set(
-            title=f"{name.upper()} against offered rate (median, dashed p99)", xlabel="requests/s offered", ylabel="ms",
-            yscale="log",
-        )  # fmt: skip
-        axes.legend(fontsize=8)
+            _limit(axes, limit, f"limit: {limit:g} ms")
+        axes.set(title=f"{title}: median, and p99 (dashed)", xlabel="offered, requests/s", ylabel=f"{title}, ms")
+        _log_axis(axes.yaxis, axes.set_yscale)
+        _legend(axes)
 
     return draw
 
 
-def _itl(axes: Any, comparison: Comparison) -> None:
-    for result in (comparison.best_colocated, comparison.best_two_tier):
-        run = min(result.runs, key=lambda r: abs(r.rate - result.goodput))
-        gaps = np.sort(run.itls_ms)
+def _itl(axes: Any, comparison: Comparison, styles: Styles) -> None:
+    rate = comparison.shared_rate
+    for result in comparison.arms:
+        gaps = np.sort([g * 1e3 for run in result.runs if run.rate == rate for r in run.records for g in r.itls])
         if len(gaps):
-            axes.plot(gaps, np.linspace(0, 100, len(gaps)), label=f"{result.name} at {run.rate:.2f}/s")
-    axes.set(title="Gaps between tokens, near each arm's goodput", xlabel="ITL ms", ylabel="% of gaps", xscale="log")
-    axes.legend(fontsize=8)
+            style = styles[result.name]
+            axes.plot(gaps, np.linspace(0, 100, len(gaps)), label=result.name, color=style["color"])
+    axes.set(title=f"Gaps between tokens, all at {rate:.2f} requests/s", xlabel="ITL, ms", ylabel="% of gaps")
+    # Tokens of one message have no gap, which a logarithmic axis can't show.
+    axes.set_xlim(left=max(1.0, axes.get_xlim()[0]))
+    _log_axis(axes.xaxis, axes.set_xscale)
+    _legend(axes)
 
 
-def _timeline(axes: Any, comparison: Comparison) -> None:
+def _timeline(axes: Any, comparison: Comparison, styles: Styles) -> None:
     for result in comparison.arms:
         if result.timeline:
             times, gaps = zip(*result.timeline, strict=True)
-            axes.plot(times, gaps, ".", markersize=3, label=result.name)
-    axes.axvline(1.0, color="grey", linestyle=":")
-    axes.set(
-        title="4 answers; at 1 s a prompt of 1,500 tokens arrives", xlabel="seconds", ylabel="gap in ms", yscale="log"
-    )
-    axes.legend(fontsize=8)
+            style = styles[result.name] | {"markersize": 4, "alpha": 0.7}
+            axes.plot(times, gaps, linestyle="", label=result.name, **style)
+    axes.set(title="Four answers; then a prompt of 1,500 tokens", xlabel="time, s", ylabel="gap between tokens, ms")
+    _log_axis(axes.yaxis, axes.set_yscale)
+    _limit(axes, 1.0, "the prompt arrives", is_upright=True)
+    _legend(axes)
 
 
-def _idle(axes: Any, comparison: Comparison) -> None:
-    bars: list[tuple[str, float]] = []
-    for result in (comparison.best_colocated, comparison.best_two_tier):
-        run = min(result.runs, key=lambda r: abs(r.rate - result.goodput))
-        bars += [(f"{name}\n({result.name})", 100 * (1 - busy)) for name, busy in sorted(run.busy.items())]
-    axes.bar([name for name, _ in bars], [share for _, share in bars])
-    axes.tick_params(axis="x", labelsize=7)
-    axes.set(title="Idle share of each worker near its arm's goodput", ylabel="% of the time")
+def _idle(axes: Any, comparison: Comparison, styles: Styles) -> None:
+    rate = comparison.shared_rate
+    assert rate is not None
+    place, ticks, names = 0.0, [], []
+    for result in comparison.arms:
+        idle = result.idle_at(rate)
+        for number, (name, share) in enumerate(sorted(idle.items())):
+            label = result.name if number == 0 else None
+            axes.barh(place, 100 * share, color=styles[result.name]["color"], label=label)
+            ticks.append(place)
+            names.append(name)
+            place += 1
+        place += 0.6
+    axes.set_yticks(ticks, names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set(title=f"Idle workers, all at {rate:.2f} requests/s", xlabel="% of the time in no step")
+    _legend(axes)

@@ -30,8 +30,8 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the whole answer came."""
-        return self.status == "OK"
+        """Whether the whole answer came, and anything in it."""
+        return self.status == "OK" and self.output_tokens > 0
 
     @property
     def ttft(self) -> float | None:
@@ -50,8 +50,9 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """(E2E - TTFT) / (output tokens - 1), one number per request; None for fewer than two tokens."""
-        if not self.is_ok or self.output_tokens < 2 or not self.token_times:
+        """(E2E - TTFT) / (output tokens - 1), one number per request; None for fewer than two tokens, and for an answer
+        that came all at once: its tokens have no times of their own."""
+        if not self.is_ok or self.output_tokens < 2 or len(set(self.token_times)) < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
-import httpx
+import aiohttp
 
 from benchmarks.records import RequestRecord
 from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, as_text, fitted
@@ -72,6 +71,8 @@ class GrpcTarget:
             record.token_ids = result.token_ids
             record.prompt_tokens, record.output_tokens = result.usage.prompt_tokens, result.usage.completion_tokens
             record.cached_tokens, record.kv_bytes = result.usage.cached_tokens, result.kv_transfer.bytes
+            if not record.output_tokens:
+                record.status = "empty answer"
         record.ended = time.perf_counter()
 
 
@@ -85,21 +86,26 @@ class OpenAiTarget:
         timeout: float | None = None,
         ignore_eos: bool = True,
         chat: bool = False,
+        api_key: str = "",
     ) -> None:
-        """base_url: for example http://127.0.0.1:8000/v1. ignore_eos: send that field, which not every server knows."""
+        """base_url: for example http://127.0.0.1:8000/v1. ignore_eos: send that field, which not every server knows.
+
+        api_key: sent as a bearer token, if given.
+        """
         self._base_url, self._model, self._timeout = base_url.rstrip("/"), model, timeout
         self._ignore_eos, self._chat = ignore_eos, chat
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
-        self._stack = AsyncExitStack()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = await self._stack.enter_async_context(httpx.AsyncClient(limits=limits, timeout=None))
+        self._client = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), headers=self._headers
+        )
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stack.aclose()
+        await self._client.close()
 
     async def send(self, request: LoadRequest, record: RequestRecord) -> None:
         """See `Target.send`."""
@@ -114,49 +120,80 @@ class OpenAiTarget:
         body |= {"messages": [{"role": "user", "content": text}]} if self._chat else {"prompt": text}
         if self._ignore_eos:
             body["ignore_eos"] = True
-        path = "chat/completions" if self._chat else "completions"
+        url = f"{self._base_url}/{'chat/completions' if self._chat else 'completions'}"
         record.sent = time.perf_counter()
         record.counts_messages = True
-        usage: dict[str, object] = {}
-        is_whole = False
+        answer = _Answer(record)
         try:
-            async with (
-                asyncio.timeout(self._timeout),
-                self._client.stream("POST", f"{self._base_url}/{path}", json=body) as response,
-            ):
-                if response.status_code != 200:
-                    record.error = (await response.aread()).decode("utf-8", "replace")[:500]
-                    record.status = f"HTTP {response.status_code}"
+            async with asyncio.timeout(self._timeout), self._client.post(url, json=body) as response:
+                if response.status != 200:
+                    record.error = (await response.read()).decode("utf-8", "replace")[:500]
+                    record.status = f"HTTP {response.status}"
                     return
-                async for line in response.aiter_lines():
-                    if not line.startswith("data:"):
-                        continue
-                    if line.endswith("[DONE]"):
-                        is_whole = True
-                        continue
-                    event = json.loads(line.removeprefix("data:"))
-                    usage = event.get("usage") or usage
-                    if "error" in event:
-                        record.status, record.error = "HTTP 200 with an error", str(event["error"])[:500]
-                        return
-                    is_whole |= any(choice.get("finish_reason") for choice in event.get("choices", ()))
-                    if any(_has_token(choice) for choice in event.get("choices", ())):
-                        record.token_times.append(time.perf_counter())
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
+                buffer = b""
+                # Events end with an empty line. Lines end with \n only: texts may hold other separators, raw.
+                async for block in response.content.iter_any():
+                    now = time.perf_counter()
+                    *events, buffer = (buffer + block.replace(b"\r\n", b"\n")).split(b"\n\n")
+                    for event in events:
+                        answer.read(event, now)
+                answer.read(buffer, time.perf_counter())
+        except (aiohttp.ClientError, ValueError, TimeoutError, OSError) as error:
             record.status, record.error = type(error).__name__, str(error)
         else:
-            record.status = "OK" if is_whole else "cut off"
-            record.prompt_tokens = int(str(usage.get("prompt_tokens", 0)))
-            record.output_tokens = int(str(usage.get("completion_tokens", len(record.token_times))))
-            record.counts_messages = record.output_tokens != len(record.token_times)
+            answer.end()
         finally:
             record.ended = time.perf_counter()
 
 
-def _has_token(choice: dict[str, object]) -> bool:
-    """Whether an event brought anything generated: text of any kind. A first event with only a role did not."""
-    delta = choice.get("delta")
-    texts = [choice.get("text"), *(delta.values() if isinstance(delta, dict) else ())]
-    if isinstance(delta, dict) and set(delta) <= {"role", "content"} and not delta.get("content"):
-        return False
-    return any(isinstance(text, str) and text for text in texts)
+class _Answer:
+    """What the events of one answer say."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self._record = record
+        self._usage: dict[str, Any] = {}
+        self._is_whole = False
+
+    def read(self, event: bytes, now: float) -> None:
+        """One event, or what stands between two. Raises ValueError for data that is no JSON object."""
+        for line in event.split(b"\n"):
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self._is_whole = True
+                continue
+            content = json.loads(data)
+            if not isinstance(content, dict):
+                raise ValueError(f"an event is no JSON object: {data[:80]!r}")
+            self._usage = content.get("usage") or self._usage
+            if content.get("error"):
+                self._record.status, self._record.error = "HTTP 200 with an error", str(content["error"])[:500]
+            choices = content.get("choices") or ()
+            self._is_whole |= any(choice.get("finish_reason") for choice in choices)
+            if any(_has_token(choice) for choice in choices):
+                self._record.token_times.append(now)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        record, usage = self._record, self._usage
+        if record.status:
+            return
+        record.status = "OK" if self._is_whole else "cut off"
+        record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        completion = usage.get("completion_tokens")
+        record.output_tokens = len(record.token_times) if completion is None else int(completion)
+        record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        record.counts_messages = record.output_tokens != len(record.token_times)
+        if record.status == "OK" and not record.output_tokens:
+            record.status = "empty answer"
+
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def _has_token(choice: dict[str, Any]) -> bool:
+    """Whether an event brought anything generated: text of any kind, or a piece of a tool call. A first event with
+    only a role, or with fields that are null or empty, did not."""
+    delta = choice.get("delta") or {}
+    return bool(choice.get("text") or delta.get("tool_calls") or any(delta.get(name) for name in _TEXTS))

@@ -6,21 +6,17 @@ Mooncake trace become equal blocks of tokens, turns of a conversation begin with
 
 from __future__ import annotations
 
-import csv
-import datetime
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
 LengthKind = Literal["fixed", "uniform", "lognormal"]
 LOWEST_TOKEN, HIGHEST_TOKEN = 300, 30_000
 """Range of synthetic token ids: no special tokens, and in every common vocabulary."""
-MOONCAKE_BLOCK = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+SALT_TOKENS = 3
+"""Less than any page holds: prompts that begin alike with these alone share no page."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,10 @@ def synthetic(
 ) -> list[LoadRequest]:
     """Prompts of drawn lengths; each begins with one of `num_prefixes` prefixes of `shared_prefix` tokens."""
     random = np.random.default_rng(seed)
-    prefixes = [_tokens(random, shared_prefix) for _ in range(num_prefixes)]
+    prefixes = [random_tokens(random, shared_prefix) for _ in range(num_prefixes)]
     lengths = zip(prompt.draw(random, count), output.draw(random, count), strict=True)
     return [
-        LoadRequest(prefixes[int(random.integers(num_prefixes))] + _tokens(random, num_prompt), num_output)
+        LoadRequest(prefixes[int(random.integers(num_prefixes))] + random_tokens(random, num_prompt), num_output)
         for num_prompt, num_output in lengths
     ]
 
@@ -79,58 +75,21 @@ def conversations(count: int, turns: int, message: Lengths, output: Lengths, see
     for _ in range(turns):
         for place, talk in enumerate(talks):
             [num_message], [num_output] = message.draw(random, 1), output.draw(random, 1)
-            prompt = talk + _tokens(random, num_message)
+            prompt = talk + random_tokens(random, num_message)
             requests.append(LoadRequest(prompt, num_output))
-            talks[place] = prompt + _tokens(random, num_output)
+            talks[place] = prompt + random_tokens(random, num_output)
     return requests[:count]
 
 
-def from_azure_csv(path: Path, count: int, seed: int) -> list[LoadRequest]:
-    """A trace of columns TIMESTAMP, ContextTokens, GeneratedTokens (Azure LLM inference traces)."""
-    random = np.random.default_rng(seed)
-    requests = []
-    with path.open(newline="") as file:
-        for row in _first(csv.DictReader(file), count):
-            # Seven digits of a second; datetime reads six.
-            time = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
-            num_output = max(1, int(row["GeneratedTokens"]))
-            requests.append(LoadRequest(_tokens(random, max(1, int(row["ContextTokens"]))), num_output, time))
-    return _from_start(requests)
+def salted(requests: Iterable[LoadRequest], salt: int) -> list[LoadRequest]:
+    """The same load with other beginnings, so that no server finds in its cache what an earlier run has left there.
 
-
-def from_mooncake_jsonl(path: Path, count: int, seed: int) -> list[LoadRequest]:
-    """A trace with timestamp (ms), input_length, output_length and hash_ids, each for a block of 512 tokens."""
-    blocks: dict[int, tuple[int, ...]] = {}
-    random = np.random.default_rng(seed)
-    requests = []
-    with path.open() as file:
-        for line in _first(file, count):
-            row = json.loads(line)
-            prompt: tuple[int, ...] = ()
-            for hash_id in row["hash_ids"]:
-                if hash_id not in blocks:
-                    blocks[hash_id] = _tokens(np.random.default_rng((seed, hash_id)), MOONCAKE_BLOCK)
-                prompt += blocks[hash_id]
-            missing = max(0, row["input_length"] - len(prompt))
-            prompt = (prompt + _tokens(random, missing))[: max(1, row["input_length"])]
-            requests.append(LoadRequest(prompt, max(1, row["output_length"]), row["timestamp"] / 1e3))
-    return _from_start(requests)
-
-
-def from_sharegpt_jsonl(path: Path, count: int, seed: int) -> list[LoadRequest]:
-    """Lengths of real conversations: lines with `conversations: [{from, value}, ...]`; first question and answer.
-
-    Lengths are taken as a token for each 4 characters, since texts are replaced by synthetic tokens.
+    All prompts get the same few first tokens: what was shared within the run stays shared, and nothing else is.
     """
-    random = np.random.default_rng(seed)
-    requests = []
-    with path.open() as file:
-        for line in _first(file, count):
-            turns = json.loads(line)["conversations"]
-            if len(turns) >= 2:
-                num_prompt, num_output = (max(1, len(turn["value"]) // 4) for turn in turns[:2])
-                requests.append(LoadRequest(_tokens(random, num_prompt), num_output))
-    return requests
+    first = random_tokens(np.random.default_rng((salt, 2)), SALT_TOKENS)
+    return [
+        replace(request, prompt=(first + request.prompt[SALT_TOKENS:])[: len(request.prompt)]) for request in requests
+    ]
 
 
 def scaled(requests: Iterable[LoadRequest], factor: float, max_prompt: int, max_output: int) -> list[LoadRequest]:
@@ -173,20 +132,6 @@ hand part place case week company system program question work number night poin
 _WORDS = tuple(_SOME_WORDS.split())
 
 
-def _tokens(random: np.random.Generator, count: int) -> tuple[int, ...]:
+def random_tokens(random: np.random.Generator, count: int) -> tuple[int, ...]:
+    """So many ids."""
     return tuple(map(int, random.integers(LOWEST_TOKEN, HIGHEST_TOKEN, count)))
-
-
-Item = TypeVar("Item")
-
-
-def _first(items: Iterable[Item], count: int) -> Iterator[Item]:
-    for place, item in enumerate(items):
-        if place >= count:
-            return
-        yield item
-
-
-def _from_start(requests: list[LoadRequest]) -> list[LoadRequest]:
-    first = requests[0].arrival or 0.0 if requests else 0.0
-    return [replace(request, arrival=(request.arrival or 0.0) - first) for request in requests]

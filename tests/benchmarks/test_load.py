@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import math
 
 import numpy as np
 import pytest
 
 from benchmarks.arms import Arm, NotMatched, check_matched, make_arms, standard_loads
 from benchmarks.arrivals import arrival_times, scaled_to_rate
-from benchmarks.commands import SLICES, WARMUP_SEED, _timed, all_loads, make_requests
+from benchmarks.commands import WARMUP_SEED, _timed, all_loads, make_requests
 from benchmarks.config import RunCommand
 from benchmarks.goodput import GoodputSearch, Trial, crossing, falling
 from benchmarks.workload import (
+    SALT_TOKENS,
     Lengths,
+    LoadRequest,
     as_text,
     conversations,
-    from_azure_csv,
-    from_mooncake_jsonl,
-    from_sharegpt_jsonl,
+    salted,
     scaled,
     synthetic,
 )
@@ -58,31 +58,6 @@ def test_lengths_and_gaps_of_one_seed_are_independent():
         arrival_times("ramp", 1.0, 5, 0, end_rate=0.0)
 
 
-def test_traces_keep_their_times_and_lengths():
-    azure = from_azure_csv(SLICES["azure"], 5, 0)
-    assert [len(r.prompt) for r in azure] == [374, 396, 879, 91, 91]
-    assert [r.max_tokens for r in azure] == [44, 109, 55, 16, 16]
-    assert [r.arrival for r in azure][:2] == [0.0, pytest.approx(4.31459, abs=1e-4)]
-    assert list(scaled_to_rate([r.arrival for r in azure], 2.0))[1] == pytest.approx(4.31459 / 2, abs=1e-4)
-
-
-def test_equal_hash_ids_are_equal_blocks_and_others_are_not():
-    rows = [json.loads(line) for line in SLICES["mooncake"].read_text().splitlines()[:20]]
-    requests = from_mooncake_jsonl(SLICES["mooncake"], 20, 0)
-    assert [len(r.prompt) for r in requests] == [row["input_length"] for row in rows]
-    assert requests[0].prompt[:512] == requests[1].prompt[:512]
-    assert requests[0].prompt[512:1024] != requests[1].prompt[512:1024]
-    assert [r.arrival for r in requests] == [row["timestamp"] / 1e3 for row in rows]
-
-
-def test_sharegpt_lengths(tmp_path):
-    file = tmp_path / "sharegpt.jsonl"
-    turns = [{"from": "human", "value": "x" * 400}, {"from": "gpt", "value": "y" * 80}]
-    file.write_text(json.dumps({"conversations": turns}) + "\n" + json.dumps({"conversations": turns[:1]}) + "\n")
-    [request] = from_sharegpt_jsonl(file, 10, 0)
-    assert (len(request.prompt), request.max_tokens) == (100, 20)
-
-
 def test_scaling_keeps_what_was_shared_and_the_limits():
     requests = synthetic(10, Lengths("fixed", 100), Lengths("fixed", 50), 1, shared_prefix=60)
     smaller = scaled(requests, 0.5, 70, 20)
@@ -120,6 +95,27 @@ def test_the_same_seed_gives_the_same_load_and_warm_up_shares_no_prompt(workload
     assert measured == make_requests(command, 20, command.seed)
     warm = make_requests(command, 20, WARMUP_SEED)
     assert not {r.prompt[:8] for r in measured} & {r.prompt[:8] for r in warm}
+
+
+def test_a_salt_changes_beginnings_and_nothing_else():
+    """Two runs with one seed measured the prefix cache."""
+    load = synthetic(6, Lengths("uniform", 100, 0.5), Lengths("fixed", 5), 3, shared_prefix=40)
+    one, other = salted(load, 1), salted(load, 2)
+    assert [(len(r.prompt), r.max_tokens) for r in one] == [(len(r.prompt), r.max_tokens) for r in load]
+    assert salted(load, 1) == one
+    assert len({r.prompt[:40] for r in one}) == 1
+    assert not {r.prompt[:16] for r in one} & {r.prompt[:16] for r in other}
+    assert [r.prompt[SALT_TOKENS:] for r in one] == [r.prompt[SALT_TOKENS:] for r in load]
+    assert [len(r.prompt) for r in salted([LoadRequest((5,), 1)], 1)] == [1]
+
+
+def test_an_infinite_rate_is_all_at_once():
+    assert arrival_times("poisson", math.inf, 4, 0) == [0.0] * 4
+    assert arrival_times("gamma", math.inf, 4, 0, 0.5) == [0.0] * 4
+    with pytest.raises(ValueError, match="a ramp needs a rate"):
+        arrival_times("ramp", math.inf, 4, 0)
+    with pytest.raises(ValueError, match="--rate is nan"):
+        arrival_times("poisson", math.nan, 4, 0)
 
 
 def test_a_workload_without_times_can_not_keep_them():

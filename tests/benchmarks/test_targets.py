@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 
 import grpc
 import pytest
 
-from benchmarks.driver import closed_loop, duration_of, open_loop
-from benchmarks.metrics import summarise
+from benchmarks.driver import MOST_CPU_SHARE, MOST_LAG_MS, closed_loop, duration_of, open_loop, watched
+from benchmarks.metrics import Slo, summarise
 from benchmarks.records import RequestRecord
 from benchmarks.targets import GrpcTarget, OpenAiTarget
 from benchmarks.workload import LoadRequest
@@ -105,7 +106,7 @@ async def test_refusals_and_errors_in_the_stream_are_failures():
     async with OpenAiTarget("http://127.0.0.1:9/v1", "m", 2.0) as target:
         gone = RequestRecord(0.0)
         await target.send(REQUEST, gone)
-    assert gone.status == "ConnectError"
+    assert gone.status == "ClientConnectorError"
     assert summarise([refused, broken, gone], 1.0)["completed"] == 0
 
 
@@ -164,3 +165,72 @@ async def test_an_open_loop_keeps_its_times_whatever_the_server_does():
         await open_loop(target, [LoadRequest((300,), 4)], lambda: None)
     with pytest.raises(ValueError, match="--concurrency"):
         await closed_loop(target, requests, 0, lambda: None)
+
+
+async def test_fields_that_are_null_or_empty_are_no_tokens():
+    """First chunks of vLLM, of OpenAI, and of servers with reasoning."""
+    role = {"role": "assistant", "content": "", "refusal": None, "reasoning_content": None}
+    record, _ = await send_http(
+        {"choices": [{"delta": role}]}, {"choices": None}, {"choices": [{"delta": {}}]}, {"choices": [{"delta": None}]},
+        0.05, {"choices": [{"delta": {"content": "a"}}]}, {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+    )  # fmt: skip
+    assert record.status == "OK"
+    assert len(record.token_times) == 1
+    assert record.ttft > 0.04
+
+
+async def test_raw_separators_in_a_text_do_not_end_an_event():
+    record, _ = await send_http(
+        text("a\u2028b\u0085c"), text("d"), {"choices": [{"text": "", "finish_reason": "stop"}]}
+    )
+    assert (record.status, len(record.token_times)) == ("OK", 2)
+
+
+async def test_an_answer_in_one_event_has_no_tpot_and_meets_no_limit_for_it():
+    last = {"choices": [{"text": "a b c", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    record, _ = await send_http(last)
+    assert (record.status, record.output_tokens, record.tpot) == ("OK", 3, None)
+    assert not Slo(1000, 1000).is_met(record)
+    assert Slo(1000, None).is_met(record)
+
+
+async def test_an_empty_answer_is_no_success():
+    record, _ = await send_http({"choices": [{"text": "", "finish_reason": "stop"}]})
+    assert (record.status, record.is_ok) == ("empty answer", False)
+    numbers = summarise([record], 1.0)
+    assert (numbers["completed"], numbers["left_out_of_ttft"], numbers["left_out_of_tpot"]) == (0, 1, 1)
+
+
+async def test_comments_and_cached_tokens_are_read():
+    usage = {"completion_tokens": 1, "prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}
+    record, _ = await send_http(text("a"), {"choices": [{"text": "", "finish_reason": "stop"}], "usage": usage})
+    assert (record.prompt_tokens, record.cached_tokens) == (9, 4)
+
+
+async def test_an_api_key_is_sent_as_a_bearer_token():
+    heads = []
+
+    async def handle(reader, writer):
+        heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(b"HTTP/1.1 401 X\r\ncontent-length: 2\r\nconnection: close\r\n\r\nno")
+        writer.close()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        async with OpenAiTarget(url, "m", 5.0, api_key="secret") as target:
+            record = RequestRecord(0.0)
+            await target.send(REQUEST, record)
+    assert record.status == "HTTP 401"
+    assert "authorization: bearer secret" in heads[0].lower()
+
+
+async def test_a_generator_that_is_held_up_says_so():
+    async with watched() as generator:
+        for _ in range(6):
+            await asyncio.sleep(0.02)
+            time.sleep(0.06)  # noqa: ASYNC251  # as if events took that long to read
+    assert generator.p99_lag_ms > MOST_LAG_MS
+    assert generator.is_limit
+    async with watched() as generator:
+        await asyncio.sleep(0.1)
+    assert generator.cpu_share < MOST_CPU_SHARE
