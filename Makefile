@@ -9,6 +9,10 @@ setup: $(VENV)/.ready
 
 # torch goes first and from the constraints, so that a plain CPU machine gets the CPU build and nixl finds it.
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "kvferry needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make setup PYTHON=python3.12"; exit 1; }
+	# One that was begun and not finished, or whose Python is gone, is made anew.
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || rm -rf $(VENV)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip==26.3"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools

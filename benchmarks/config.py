@@ -11,6 +11,7 @@ import tyro
 
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
+from rpc.placeholders import MaybeFile, MaybeFloat, MaybeMs, MaybeNumber
 
 WorkloadKind = Literal["lognormal", "fixed", "uniform", "conversations", "azure", "mooncake", "sharegpt"]
 Arrivals = Literal["poisson", "gamma", "fixed", "ramp", "trace", "closed"]
@@ -22,7 +23,7 @@ class WorkloadOptions:
 
     workload: WorkloadKind | None = None
     """Lengths: drawn (lognormal, uniform, fixed), turns of conversations, or a trace file."""
-    trace: Path | None = None
+    trace: MaybeFile = None
     """File for azure (CSV with times and lengths, as Azure and BurstGPT publish them), mooncake (JSONL) or sharegpt
     (JSON or JSONL). Unset: the slice that comes with kvferry, if any."""
     prompt_tokens: float = 300
@@ -76,7 +77,7 @@ class RunCommand(WorkloadOptions, OpenAiOptions):
     """Open loop: poisson, gamma, fixed, ramp or the trace's own times. closed: so many at once."""
     rate: float = 1.0
     """Requests per second, for open loops; inf: all at once."""
-    end_rate: float | None = None
+    end_rate: MaybeFloat = None
     """ramp: the rate at the end; unset: twice --rate."""
     burstiness: float = 1.0
     """gamma: shape of the gaps; below 1 is more bursty than poisson."""
@@ -91,14 +92,14 @@ class RunCommand(WorkloadOptions, OpenAiOptions):
     """Deadline of each request in seconds."""
     seed: int = 0
     """Same seed, same lengths and arrivals."""
-    salt: int | None = None
+    salt: MaybeNumber = None
     """Prompts of runs with different salts begin differently, so that no run finds in a server's cache what another has
     left there. Unset: drawn anew, and told."""
-    slo_ttft_ms: float | None = None
+    slo_ttft_ms: MaybeMs = None
     """Count requests whose first token came in time ..."""
-    slo_tpot_ms: float | None = None
+    slo_tpot_ms: MaybeMs = None
     """... and whose time per output token stayed below this."""
-    output: Path | None = None
+    output: MaybeFile = None
     """Write all numbers as JSON here."""
 
 
@@ -118,7 +119,7 @@ class ArmsCommand:
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"
     """Element type, the same in all arms."""
-    max_model_len: int | None = 2048
+    max_model_len: MaybeNumber = 2048
     """Longest sequence in tokens."""
     pages_per_worker: int = 2000
     """KV pages of each worker, the same in all arms."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from decode_service.scheduler import Admission
+from rpc.placeholders import MaybeSeconds
 from worker.config import Overlap, WorkerConfig
 
 
@@ -15,7 +16,7 @@ class DecodeConfig(WorkerConfig):
     admission: Admission = "learned"
     """Room kept for answers to grow: learned from how long answers get (one that finds no page is handed back and
     resumed later), or full: the longest answer of each request, so that none is ever handed back."""
-    quarantine_timeout: float | None = None
+    quarantine_timeout: MaybeSeconds = None
     """Seconds after which pages are taken back from a writer that neither confirms nor is known to be gone. If it wakes
     up later, it writes into pages of others: only for operators who accept that. Unset: never."""
     overlap: Overlap = "auto"

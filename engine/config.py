@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "flashinfer"]
+MaybeNumber = Annotated[int | None, tyro.conf.arg(metavar="N")]
+"""With a placeholder that people can read in `--help`."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,9 @@ class EngineConfig:
     one with more than the largest runs without. None given: no graphs."""
     tp_size: int = 1
     """GPUs that share one model by tensor parallelism. Only 1 can be run yet."""
-    max_model_len: int | None = None
+    max_model_len: MaybeNumber = None
     """Longest sequence, prompt and output together, in tokens. Unset: what the model was trained for."""
-    threads: int | None = None
+    threads: MaybeNumber = None
     """Compute threads. Unset: the number of cores this process may use."""
 
     def __post_init__(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,9 +22,17 @@ from benchmarks.config import BenchCommand
 from colocated_service.config import ColocatedConfig
 from decode_service.config import DecodeConfig
 from engine.model_store import DEFAULT_MODEL
-from kvferry.local import ClusterConfig
+from kvferry.local import (
+    AddressOptions,
+    ClusterConfig,
+    ModelOptions,
+    OutputOptions,
+    SchedulingOptions,
+    WorkerOptions,
+)
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
+from rpc.placeholders import MaybeFile, MaybeFloat, MaybeNumber, MaybeSeconds, MaybeText
 from rpc.process import run_process
 from worker.config import WorkerConfig
 
@@ -32,9 +41,32 @@ if TYPE_CHECKING:
 
 Worker = TypeVar("Worker", bound=WorkerConfig)
 
+DESCRIPTION = """Serves a large language model: prefill workers compute prompts, decode workers generate the tokens.
+
+`kvferry up` starts everything on this machine; then ask with `kvferry generate "..."`, talk with `kvferry chat`, look
+with `kvferry status`. `kvferry demo` shows it once. The processes by themselves: router, prefill, decode, colocated."""
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 RESTART_PAUSE_SECONDS = 2.0
 """Before a worker that could not be started again is tried once more."""
+
+
+@dataclass(frozen=True)
+class UpCommand:
+    """Starts a router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
+
+    serving: ModelOptions = field(default_factory=ModelOptions)
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+    scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
+    addresses: AddressOptions = field(default_factory=AddressOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+
+    def __post_init__(self) -> None:
+        self.cluster()
+
+    def cluster(self) -> ClusterConfig:
+        """All settings as one. Raises ValueError for those that do not go together."""
+        groups = (self.serving, self.workers, self.scheduling, self.addresses, self.output)
+        return ClusterConfig(**{name: value for group in groups for name, value in vars(group).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +75,19 @@ class RouterConnection:
 
     address: str = DEFAULT_ADDRESS
     """host:port of the router."""
-    tls_ca: Path | None = None
+    tls_ca: MaybeFile = None
     """PEM file of the CA of the router's certificate. Any of these makes it TLS; all unset: in the clear."""
-    tls_name: str | None = None
+    tls_name: MaybeText = None
     """Name that the certificate has to be valid for; those of kvferry's processes are for "kvferry". Unset: the host
     of the address."""
-    tls_cert: Path | None = None
+    tls_cert: MaybeFile = None
     """PEM file of a certificate of one's own, for routers with --tls-clients verified."""
-    tls_key: Path | None = None
+    tls_key: MaybeFile = None
     """PEM file of its key."""
 
     def __post_init__(self) -> None:
+        if self.address.startswith(("http://", "https://")):
+            raise ValueError(f"--address is {self.address}; it must be host:port of gRPC, such as {DEFAULT_ADDRESS}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
 
@@ -62,37 +96,37 @@ class RouterConnection:
 class GenerateCommand(RouterConnection):
     """Sends a prompt to a running router and streams the answer."""
 
-    prompt: Positional[str]
-    """The prompt; "-" reads standard input."""
+    prompt: Positional[str] = "-"
+    """The prompt; "-", or nothing, reads standard input."""
     chat: bool = True
     """Send it as a user's message through the model's chat template; --no-chat sends plain text."""
-    max_tokens: int | None = 256
+    max_tokens: MaybeNumber = 256
     """Most output tokens."""
     temperature: float = 0.0
     """0 is greedy."""
-    top_p: float | None = None
+    top_p: MaybeFloat = None
     """Keep the smallest set of tokens whose probability reaches this."""
-    top_k: int | None = None
+    top_k: MaybeNumber = None
     """Keep the k likeliest tokens."""
-    min_p: float | None = None
+    min_p: MaybeFloat = None
     """Keep tokens at least this fraction as likely as the likeliest."""
-    repetition_penalty: float | None = None
+    repetition_penalty: MaybeFloat = None
     """Above 1 makes tokens that prompt or answer have less likely."""
-    presence_penalty: float | None = None
+    presence_penalty: MaybeFloat = None
     """Above 0 makes tokens that the answer has less likely."""
-    frequency_penalty: float | None = None
+    frequency_penalty: MaybeFloat = None
     """Above 0 makes tokens less likely with each time the answer has them."""
-    seed: int | None = None
+    seed: MaybeNumber = None
     """Same seed, same answer."""
     n: int = 1
     """Number of answers; printed one after the other."""
-    num_logprobs: int | None = None
+    num_logprobs: MaybeNumber = None
     """With --json: log-probabilities of the tokens, and of so many likeliest ones."""
-    min_tokens: int | None = None
+    min_tokens: MaybeNumber = None
     """Tokens before the answer may end."""
     stop: tuple[str, ...] = ()
     """End when the text contains one of these."""
-    timeout: float | None = None
+    timeout: MaybeSeconds = None
     """Seconds for queue, prefill, transfer and decode together."""
     json: bool = False
     """Print text, token ids, usage, timings and KV bytes as JSON at the end instead of streaming."""
@@ -100,7 +134,7 @@ class GenerateCommand(RouterConnection):
 
 @dataclass(frozen=True)
 class ChatCommand(RouterConnection):
-    """Talks to a running router; an empty line or Ctrl-D ends."""
+    """Talks to a running router; /help shows what there is, Ctrl-D ends."""
 
     system: str = ""
     """A system message to begin with."""
@@ -108,9 +142,9 @@ class ChatCommand(RouterConnection):
     """Most tokens of each answer."""
     temperature: float = 0.7
     """0 is greedy."""
-    top_p: float | None = 0.9
+    top_p: MaybeFloat = 0.9
     """Keep the smallest set of tokens whose probability reaches this."""
-    seed: int | None = None
+    seed: MaybeNumber = None
     """Same seed, same answers."""
 
 
@@ -142,7 +176,7 @@ class DemoCommand:
 def main() -> None:
     """Entry point of the command."""
     commands: dict[str, Callable[..., Any]] = {
-        "up": ClusterConfig,
+        "up": UpCommand,
         "generate": GenerateCommand,
         "chat": ChatCommand,
         "status": StatusCommand,
@@ -154,11 +188,14 @@ def main() -> None:
         "colocated": ColocatedConfig,
         "bench": BenchCommand,
     }
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        print(f"kvferry {importlib.metadata.version('kvferry')}")
+        return
     try:
         command = tyro.extras.subcommand_cli_from_dict(
             commands,
             prog="kvferry",
-            description=__doc__.splitlines()[0],
+            description=DESCRIPTION,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
         )
     except ValueError as error:
@@ -188,11 +225,13 @@ def main() -> None:
 
             run_process(lambda: colocated_process.serve(command), colocated_process.EXPECTED_ERRORS)
         case BenchCommand():
-            from benchmarks.commands import run_command
-
+            try:
+                from benchmarks.commands import run_command
+            except ModuleNotFoundError as error:
+                _exit_with(f"benchmarks need {error.name}, which is not installed: pip install '.[bench]'")
             sys.exit(run_command(command))
-        case ClusterConfig():
-            sys.exit(_up(command))
+        case UpCommand():
+            sys.exit(_up(command.cluster()))
         case GenerateCommand():
             sys.exit(_generate(command))
         case ChatCommand():
@@ -243,6 +282,9 @@ def _up(config: ClusterConfig) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, on_signal)
     code, said = 0, ""
+    kinds = (("prefill", config.num_prefill), ("decode", config.num_decode), ("colocated", config.num_colocated))
+    workers = " and ".join(f"{number} {kind}" for kind, number in kinds if number)
+    print(f"kvferry: starting a router and {workers} worker(s) for {config.model}", file=sys.stderr, flush=True)
     try:
         cluster.start(stop.is_set)
         http = cluster.find("router").info["http"]
@@ -276,6 +318,8 @@ def _up(config: ClusterConfig) -> int:
 def _failed(error: Exception, address: str) -> int:
     """Says what went wrong, and what to do if nothing listens. Returns the exit code."""
     message = str(error)
+    if "Trying to connect an http1.x server" in message:
+        message = f"UNAVAILABLE: {address} speaks HTTP; give the gRPC port as --address (50051 with `kvferry up`)"
     if message.startswith("UNAVAILABLE: failed to connect") and "refused" in message:
         message = f"UNAVAILABLE: no router answers at {address}; start one with `kvferry up`, or give --address"
     print(f"kvferry: error: {message}", file=sys.stderr)
@@ -293,7 +337,11 @@ def _connect(command: GenerateCommand | ChatCommand | StatusCommand) -> Client:
 def _generate(command: GenerateCommand) -> int:
     from kvferry.client import KvferryError
 
-    text = sys.stdin.read() if command.prompt == "-" else command.prompt
+    text = command.prompt
+    if text == "-":
+        if sys.stdin.isatty():
+            print("kvferry: type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
     try:
         with _connect(command) as client:
             stream = client.generate(
@@ -336,38 +384,16 @@ def _generate(command: GenerateCommand) -> int:
 
 
 def _chat(command: ChatCommand) -> int:
-    from kvferry.client import KvferryError
+    from kvferry.chat import Conversation, run_chat
 
-    messages = [{"role": "system", "content": command.system}] if command.system else []
+    options = {
+        "max_tokens": command.max_tokens,
+        "temperature": command.temperature,
+        "top_p": command.top_p,
+        "seed": command.seed,
+    }
     with _connect(command) as client:
-        while True:
-            try:
-                said = input("you> ").strip()
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return 0
-            if not said:
-                return 0
-            messages.append({"role": "user", "content": said})
-            try:
-                stream = client.generate(
-                    messages,
-                    max_tokens=command.max_tokens,
-                    temperature=command.temperature,
-                    top_p=command.top_p,
-                    seed=command.seed,
-                )
-                for piece in stream:
-                    print(piece.text, end="", flush=True)
-                print()
-                messages.append({"role": "assistant", "content": stream.result().text})
-            except KvferryError as error:
-                print(f"kvferry: error: {error}", file=sys.stderr)
-                messages.pop()
-            except KeyboardInterrupt:
-                stream.cancel()
-                messages.pop()
-                print()
+        return run_chat(client, Conversation(command.system), options)
 
 
 def _status(command: StatusCommand) -> int:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from kvferry.client import Client, KvferryError
 from prefill_service.scheduler import Policy
 from protos import inference_pb2
 from rpc.config import LogLevel
+from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort
 from rpc.process import write_ready_file
 from worker.config import Overlap
 
@@ -51,27 +53,43 @@ class StartFailed(Exception):
 
 
 @dataclass(frozen=True)
-class ClusterConfig:
-    """A router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
+class ModelOptions:
+    """What is served."""
 
-    prefill: int | None = None
-    """Number of prefill workers. Unset: 1, or none if there are colocated workers."""
-    decode: int | None = None
-    """Number of decode workers. Unset: 1, or none if there are colocated workers."""
-    colocated: int = 0
-    """Number of workers that compute prompts and generate tokens in one process, without a transfer."""
     model: str = DEFAULT_MODEL
     """Name of a built-in model, folder, GGUF file or hub id."""
     dtype: DTypeName = "auto"
     """Element type; auto is bfloat16 where the processor computes in it, else float32."""
+    max_model_len: MaybeNumber = None
+    """Longest sequence in tokens. Unset: what the model was trained for."""
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How many workers of which kind, and what they may use."""
+
+    prefill: MaybeNumber = None
+    """Number of prefill workers. Unset: 1, or none if there are colocated workers."""
+    decode: MaybeNumber = None
+    """Number of decode workers. Unset: 1, or none if there are colocated workers."""
+    colocated: int = 0
+    """Number of workers that compute prompts and generate tokens in one process, without a transfer."""
     device: str = "auto"
     """Where workers compute: cpu, cuda or cuda:N, which they share. auto: the first GPU if there is one."""
     memory_fraction: float = 0.85
     """Of a GPU's memory, what all workers take together."""
     page_size: int = 16
     """Tokens in a KV page."""
-    num_pages: int | None = None
+    num_pages: MaybeNumber = None
     """Pages of each worker. Unset: by model and memory."""
+    max_num_sequences: int = 64
+    """Most sequences at once on each worker."""
+
+
+@dataclass(frozen=True)
+class SchedulingOptions:
+    """In which order and how large steps are, and what is kept for later."""
+
     token_budget: int = 512
     """Prompt tokens per prefill step."""
     policy: Policy = "fcfs"
@@ -86,24 +104,37 @@ class ClusterConfig:
     """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
     overlap: Overlap = "auto"
     """Decode and colocated workers launch a step while the one before it is computed. auto: on a GPU."""
-    max_model_len: int | None = None
-    """Longest sequence in tokens. Unset: what the model was trained for."""
-    max_num_sequences: int = 64
-    """Most sequences at once on each worker."""
+
+
+@dataclass(frozen=True)
+class AddressOptions:
+    """Where it is reached, and how long it waits for things."""
+
+    port: int = 50051
+    """gRPC port of the router; 0 picks a free one."""
+    http_port: MaybePort = None
+    """Port of the OpenAI-compatible HTTP front. Unset: 8000, or a free one with --port 0."""
     worker_silence_seconds: float = 10.0
     """A worker that was not heard of for this long counts as lost."""
     drain_seconds: float = 10.0
     """Time that running requests get to end when the cluster is stopped."""
-    port: int = 50051
-    """gRPC port of the router; 0 picks a free one."""
-    http_port: int | None = None
-    """Port of the OpenAI-compatible HTTP front. Unset: 8000, or a free one with --port 0."""
-    ready_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is written, and where."""
+
+    ready_file: MaybeFile = None
     """Written as JSON (addresses, pids) when the cluster is ready."""
-    log_dir: Path | None = None
+    log_dir: MaybeFolder = None
     """Folder for one log file per process. Unset: standard error, with a prefix."""
-    log_level: LogLevel = "info"
-    """Least severe messages to log."""
+    log_level: LogLevel | None = None
+    """Least severe messages to log. Unset: info with --log-dir, else warning."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig(ModelOptions, WorkerOptions, SchedulingOptions, AddressOptions, OutputOptions):
+    """A router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
 
     def __post_init__(self) -> None:
         if self.colocated < 0 or self.num_prefill < 0 or self.num_decode < 0:
@@ -134,6 +165,11 @@ class ClusterConfig:
         for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
             if not 0 <= port <= 65535:
                 raise ValueError(f"{flag} is {port}; it must be between 0 and 65535")
+
+    @property
+    def process_log_level(self) -> LogLevel:
+        """Of each process."""
+        return self.log_level or ("warning" if self.log_dir is None else "info")
 
     @property
     def num_prefill(self) -> int:
@@ -234,6 +270,7 @@ class LocalCluster:
             _make_folder("--log-dir", self.config.log_dir)
         if self.config.ready_file is not None:
             _make_folder("--ready-file", self.config.ready_file.parent)
+        self._check_ports()
         self._model = resolve_model(self.config.model)
         workers = [self.start_worker("prefill", index) for index in range(self.config.num_prefill)]
         workers += [self.start_worker("decode", index) for index in range(self.config.num_decode)]
@@ -243,6 +280,22 @@ class LocalCluster:
         self.wait_ready(self.start_router())
         self._wait_for_pairs()
         write_ready_file(self.config.ready_file, self.describe())
+
+    def _check_ports(self) -> None:
+        """Before workers load a model for a router that can't listen. Raises StartFailed."""
+        for flag, port in (("--port", self.config.port), ("--http-port", self._http_port)):
+            with socket.socket() as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    listening.bind(("127.0.0.1", port))
+                except OSError as error:
+                    raise StartFailed(f"{flag} {port} on 127.0.0.1 can't be listened on: {error.strerror}") from error
+
+    @property
+    def _http_port(self) -> int:
+        if self.config.http_port is not None:
+            return self.config.http_port
+        return 8000 if self.config.port else 0
 
     def start_worker(self, tier: str, index: int, *flags: str) -> Process:
         """Starts one worker; `wait_ready` waits for it."""
@@ -284,10 +337,7 @@ class LocalCluster:
 
     def start_router(self, *flags: str) -> Process:
         """Starts the router for all workers that are ready."""
-        http_port = self.config.http_port
-        if http_port is None:
-            http_port = 8000 if self.config.port else 0
-        return self._start_router("router", self.config.port, http_port, *flags)
+        return self._start_router("router", self.config.port, self._http_port, *flags)
 
     def start_another_router(self, *flags: str) -> Process:
         """Starts one more router for the same workers, on free ports, and waits for it. Raises StartFailed."""
@@ -429,7 +479,14 @@ class LocalCluster:
         read_end, write_end = os.pipe()
         program = self._commands.get(name, [sys.executable, "-m", "kvferry"])
         full = [*program, command, "--model", str(self._model), *arguments]
-        full += ["--ready-file", str(ready_file), "--log-level", self.config.log_level, "--lifeline-fd", str(read_end)]
+        full += [
+            "--ready-file",
+            str(ready_file),
+            "--log-level",
+            self.config.process_log_level,
+            "--lifeline-fd",
+            str(read_end),
+        ]
         popen = subprocess.Popen(
             full,
             pass_fds=(read_end,),

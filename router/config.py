@@ -10,6 +10,7 @@ from typing import Literal
 
 from rpc.addresses import split_address
 from rpc.config import ProcessConfig
+from rpc.placeholders import MaybeNumber, MaybeSeconds
 
 Admission = Literal["always", "predictive"]
 Routing = Literal["cache_aware", "round_robin"]
@@ -60,9 +61,9 @@ class RouterConfig:
     None given: no page may."""
     max_queue_requests: int = 1024
     """Requests that may wait for workers; one more is refused with RESOURCE_EXHAUSTED."""
-    max_queue_tokens: int | None = None
+    max_queue_tokens: MaybeNumber = None
     """Prompt tokens that may wait for workers. Unset: no limit."""
-    max_queue_seconds: float | None = None
+    max_queue_seconds: MaybeSeconds = None
     """A request that no worker began within this time is refused with RESOURCE_EXHAUSTED. Unset: no limit but the
     client's deadline."""
 

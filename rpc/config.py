@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort, MaybeText
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -23,18 +24,18 @@ class ProcessConfig:
     """gRPC port; 0 picks a free one."""
     metrics_port: int = 0
     """HTTP port of /metrics; 0 picks a free one."""
-    tls_folder: Path | None = None
+    tls_folder: MaybeFolder = None
     """Folder with tls.crt, tls.key and ca.crt: gRPC over TLS, mutual between kvferry's own processes. Certificates must
     be valid for the name kvferry. Pages over UCX and metrics are not encrypted by this."""
-    health_port: int | None = None
+    health_port: MaybePort = None
     """A second gRPC port, never TLS, with nothing but the health service: for probes. Unset: none; 0: a free one."""
-    ready_file: Path | None = None
+    ready_file: MaybeFile = None
     """Written as JSON (address, metrics address, pid) once the process is ready."""
     log_level: LogLevel = "info"
     """Least severe messages to log."""
-    cpus: str | None = None
+    cpus: MaybeText = None
     """Cores this process may use, for example 0,2-3. Unset: all."""
-    lifeline_fd: int | None = None
+    lifeline_fd: MaybeNumber = None
     """A pipe's read end; the process ends when the other end is closed. For `kvferry up`."""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 
-_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+# color_message: uvicorn's, with escape codes.
+_PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 class KeyValueFormatter(logging.Formatter):
@@ -24,5 +25,5 @@ def configure_logging(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(KeyValueFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "urllib3", "filelock", "huggingface_hub", "asyncio"):
+    for noisy in ("httpx", "urllib3", "filelock", "huggingface_hub", "asyncio", "uvicorn"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

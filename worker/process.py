@@ -203,7 +203,9 @@ async def _serve(
         metrics.ready.set(is_ready)
         background.add(loop.create_task(server.set_ready(is_ready)))
         if event.reason:
-            log.warning("the worker takes no work", extra={"worker": worker_id, "reason": event.reason})
+            # That it was told to end is nothing to worry about.
+            level = logging.INFO if stop.is_set() else logging.WARNING
+            log.log(level, "the worker takes no work", extra={"worker": worker_id, "reason": event.reason})
 
     def run_engine() -> None:
         try:

@@ -56,8 +56,9 @@ def test_up_ends_everything_on_a_signal(up, signum):
     process.send_signal(signum)
     _, log = process.communicate(timeout=30)
     assert process.returncode == 0, log
-    assert "[router] " in log
-    assert "[prefill-0] " in log
+    assert log.splitlines()[0].startswith("kvferry: starting a router and 1 prefill and 1 decode worker(s)")
+    assert log.splitlines()[-1].endswith("Ctrl-C ends it"), "an ordinary life is quiet to its end"
+    assert len(log.splitlines()) == 2
     assert gone(all_pids(content))
 
 
@@ -93,6 +94,7 @@ def test_a_port_in_use_is_named(tiny_model):
         done = run("up", "--model", str(tiny_model("llama")), "--port", str(port))
         assert done.returncode == 2
         assert f"--port {port} on 127.0.0.1 can't be listened on" in done.stderr.splitlines()[-1]
+        assert not any("worker" in line for line in done.stderr.splitlines()[1:]), "workers were started for nothing"
         done = run("decode", "--model", str(tiny_model("llama")), "--metrics-port", str(port))
         assert done.returncode == 2
         assert f"--metrics-port {port}" in done.stderr.splitlines()[-1]

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -61,3 +62,53 @@ async def test_a_certificate_for_another_name_is_told_as_that(tmp_path):
         assert "--tls-cert and --tls-key belong together" in half.stderr + half.stdout
     finally:
         await server.stop(0)
+
+
+def test_the_version_and_what_it_is_for():
+    assert run("--version").stdout.startswith("kvferry 0.")
+    shown = run("--help").stdout
+    assert "Serves a large language model" in shown
+    assert "`kvferry up` starts everything" in shown
+
+
+def test_flags_stand_in_groups_with_placeholders():
+    shown = run("up", "--help").stdout
+    for words in ("serving options", "workers options", "scheduling options", "addresses options", "output options"):
+        assert words in shown
+    for command in ("up", "generate", "router", "decode", "bench"):
+        assert "{None}" not in run(command, "--help").stdout
+
+
+def test_a_url_where_an_address_belongs_gets_a_sentence():
+    done = run("generate", "--address", "http://127.0.0.1:8000", "hi")
+    assert done.returncode == 2
+    assert "it must be host:port of gRPC" in " ".join((done.stderr + done.stdout).replace("\u2502", " ").split())
+
+
+def test_the_http_port_by_mistake_gets_a_sentence():
+    """HTTP's answer to what it does not understand, as gRPC tells it."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+
+        def answer():
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+                connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        done = run("status", "--address", address)
+        listening.shutdown(socket.SHUT_RDWR)
+    assert f"{address} speaks HTTP; give the gRPC port as --address" in done.stderr
+
+
+def test_the_log_level_is_quiet_unless_it_goes_to_files(tmp_path):
+    assert ClusterConfig().process_log_level == "warning"
+    assert ClusterConfig(log_dir=tmp_path).process_log_level == "info"
+    assert ClusterConfig(log_dir=tmp_path, log_level="error").process_log_level == "error"
