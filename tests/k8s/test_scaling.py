@@ -258,3 +258,45 @@ class TestRules:
             series[f"kvferry_prompt_tokens_per_second{labels}"] = (rate, 0)
             series[f"kvferry_pages_total{labels}"] = (1000, 0)
         self.check(promtool, rules, series, {"kvferry:prefill_workers_needed": 300_000 / (30 * 33_000)})
+
+    def test_one_tier_needs_workers_for_its_prompts_and_for_its_answers(self, promtool, rules):
+        """Two colocated workers: one computes prompts for a quarter of its time, the other has not measured its rate
+        yet. 40,000 tokens wait for compute, 10,000 for pages."""
+        series = {
+            'kvferry_queued_token_seconds_total{namespace="n",pod="r",waits_for="prefill"}': (0, 40_000 * 15),
+            'kvferry_queued_token_seconds_total{namespace="n",pod="r",waits_for="decode"}': (0, 10_000 * 15),
+            # The router's own count of the same tokens has no tier.
+            'kvferry_prompt_tokens_total{namespace="n",pod="r"}': (0, 2000 * 15),
+        }
+        for pod, rate, tokens in (("c0", PREFILL_RATE, PREFILL_RATE / 4), ("c1", 0, 0)):
+            labels = f'namespace="n",pod="{pod}",tier="colocated"'
+            series[f"kvferry_prompt_tokens_total{{{labels}}}"] = (0, tokens * 15)
+            series[f"kvferry_prompt_tokens_per_second{{{labels}}}"] = (rate, 0)
+            # It is busy all the time, with answers too: that says nothing.
+            series[f"kvferry_step_seconds_sum{{{labels}}}"] = (0, 15)
+            series[f"kvferry_pages_total{{{labels}}}"] = (DECODE_PAGES, 0)
+            series[f"kvferry_page_tokens{{{labels}}}"] = (PAGE_TOKENS, 0)
+            series[f'kvferry_pages{{{labels},owner="free"}}'] = (5000, 0)
+            series[f'kvferry_pages{{{labels},owner="cached"}}'] = (1000, 0)
+            series[f"kvferry_expected_growth_pages{{{labels}}}"] = (500, 0)
+            series[f'kvferry_sequences{{{labels},state="running"}}'] = (8, 0)
+            series[f"kvferry_max_sequences{{{labels}}}"] = (256, 0)
+            for le, count in (("0.08", 0), ("0.09", 5), ("0.1", 10), ("+Inf", 10)):
+                series[f'kvferry_step_seconds_bucket{{{labels},le="{le}"}}'] = (0, count)
+        taken = 2 * (DECODE_PAGES - 5000 - 1000 + 500) / DECODE_PAGES
+        expected = {
+            "kvferry:prefill_workers_needed": 0.25 + 40_000 / (30 * PREFILL_RATE),
+            "kvferry:decode_workers_needed": taken + 10_000 / (DECODE_PAGES * PAGE_TOKENS),
+            "kvferry:decode_itl_share": histogram_quantile(0.95, [0.085] * 5 + [0.095] * 5) / 0.1,
+        }
+        self.check(promtool, rules, series, expected)
+
+    def test_one_tier_that_has_not_measured_yet_has_numbers_too(self, promtool, rules):
+        labels = '{namespace="n",pod="c",tier="colocated"}'
+        series = {
+            f"kvferry_prompt_tokens_total{labels}": (0, 0),
+            f"kvferry_prompt_tokens_per_second{labels}": (0, 0),
+            f"kvferry_pages_total{labels}": (1000, 0),
+            'kvferry_queued_token_seconds_total{namespace="n",pod="r",waits_for="prefill"}': (0, 60_000 * 15),
+        }
+        self.check(promtool, rules, series, {"kvferry:prefill_workers_needed": 60_000 / (30 * 1000)})

@@ -18,7 +18,7 @@ class ScriptedStream:
         self.text, self.error = text, error
 
     def __iter__(self):
-        yield Piece(text=self.text)
+        yield Piece(text=self.text, token_ids=())
         if self.error:
             raise self.error
 
