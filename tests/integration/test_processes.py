@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 
+import httpx
 import psutil
 import pytest
 
@@ -269,3 +270,71 @@ class TestTwoByTwo:
             process.popen.terminate()
             assert process.popen.wait(20) == 0
             workers.processes.remove(process)
+
+
+@pytest.mark.slow
+def test_a_cluster_over_ipv6(tiny_model, tmp_path):
+    """Each process by itself, with addresses in brackets and, as Kubernetes writes a pod's own, without."""
+    model = ["--model", str(tiny_model("llama")), "--host", "::1"]
+    started = []
+
+    def start(name, *arguments):
+        ready = tmp_path / f"{name}.json"
+        log = (tmp_path / f"{name}.log").open("w")
+        started.append(subprocess.Popen([*KVFERRY, *arguments, "--ready-file", str(ready)], stdout=log, stderr=log))
+        wait_for(ready.exists, 60, f"{name} that is ready")
+        return json.loads(ready.read_text())
+
+    with socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        port = probe.getsockname()[1]
+    try:
+        workers = ["--num-pages", "50", "--dtype", "float32"]
+        prefill = start(
+            "prefill", "prefill", *model, *workers, "--port", str(port), "--advertise-address", f"::1:{port}"
+        )
+        decode = start("decode", "decode", *model, *workers)
+        assert prefill["address"] == f"[::1]:{port}"
+        unbracketed = decode["address"].replace("[", "").replace("]", "")
+        router = start("router", "router", *model, "--prefill", prefill["address"], "--decode", unbracketed)
+        with Client(router["address"]) as client:
+            result = client.generate([5, 6, 7], max_tokens=4, ignore_eos=True, timeout=60).result()
+        assert result.usage.completion_tokens == 4
+        assert result.kv_transfer.bytes > 0
+        assert httpx.get(f"{router['http']}/readyz").status_code == 200
+        assert httpx.get(router["metrics"]).status_code == 200
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        codes = [process.wait(30) for process in started]
+    assert codes == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_not_at_its_address_is_never_paired(tiny_model, tmp_path):
+    """It would be paired, and after its death its pages at decode would never be given back."""
+    with socket.socket() as elsewhere:
+        elsewhere.bind(("127.0.0.1", 0))
+        wrong = f"127.0.0.1:{elsewhere.getsockname()[1]}"
+    flags = ["--model", str(tiny_model("llama")), "--num-pages", "50", "--dtype", "float32"]
+    started = []
+    try:
+        addresses = {}
+        for name, more in (("prefill", ["--advertise-address", wrong]), ("decode", [])):
+            ready = tmp_path / f"{name}.json"
+            log = (tmp_path / f"{name}.log").open("w")
+            command = [*KVFERRY, name, *flags, *more, "--ready-file", str(ready)]
+            started.append(subprocess.Popen(command, stdout=log, stderr=log))
+            wait_for(ready.exists, 60, f"{name} that is ready")
+            addresses[name] = json.loads(ready.read_text())["address"]
+        router_log = (tmp_path / "router.log").open("w")
+        command = [*KVFERRY, "router", "--model", str(tiny_model("llama")), "--http-port", "0"]
+        command += ["--prefill", addresses["prefill"], "--decode", addresses["decode"]]
+        started.append(subprocess.Popen(command, stdout=router_log, stderr=router_log))
+        said = tmp_path / "router.log"
+        wait_for(lambda: f"advertises {wrong}, where it does not answer" in said.read_text(), 60, "a pair refused")
+        assert "pair ready" not in said.read_text()
+    finally:
+        for process in reversed(started):
+            process.terminate()
+        assert [process.wait(30) for process in started] == [0, 0, 0]
