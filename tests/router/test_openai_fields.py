@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from pathlib import Path
 
 import pytest
 from openai.types import completion_create_params as completion_params
@@ -246,3 +247,12 @@ def test_reading_stops_at_the_first_error():
     with pytest.raises(ValidationError) as error:
         ChatBody.model_validate_json(messages)
     assert error.value.error_count() < 10
+
+
+def test_the_documentation_names_every_field():
+    text = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    served = {*ChatBody.model_fields, *CompletionBody.model_fields}
+    for name in {*served, *HARMLESS, *CHAT_REFUSED, *COMPLETION_REFUSED, *MESSAGE_HARMLESS, *MESSAGE_REFUSED}:
+        assert f"`{name}`" in text, name
+    for why in HARMLESS.values():
+        assert why in text
