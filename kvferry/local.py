@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from protos import inference_pb2
 from rpc.config import LogLevel
 from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort
 from rpc.process import write_ready_file
+from rpc.server import PortInUse, try_port
 from worker.config import Overlap
 
 START_SECONDS = 1800.0
@@ -284,12 +284,10 @@ class LocalCluster:
     def _check_ports(self) -> None:
         """Before workers load a model for a router that can't listen. Raises StartFailed."""
         for flag, port in (("--port", self.config.port), ("--http-port", self._http_port)):
-            with socket.socket() as listening:
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    listening.bind(("127.0.0.1", port))
-                except OSError as error:
-                    raise StartFailed(f"{flag} {port} on 127.0.0.1 can't be listened on: {error.strerror}") from error
+            try:
+                try_port(flag, "127.0.0.1", port)
+            except PortInUse as error:
+                raise StartFailed(str(error)) from error
 
     @property
     def _http_port(self) -> int:

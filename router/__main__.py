@@ -24,7 +24,7 @@ from rpc.addresses import join_address, normal_address
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
-from rpc.server import PortInUse, RpcServer
+from rpc.server import PortInUse, RpcServer, try_port, try_ports
 from rpc.tls import tls_files
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ READINESS_POLL_SECONDS = 0.05
 def serve(config: RouterConfig) -> int:
     """Runs the router until it is told to stop."""
     prepare_process(config.process)
+    try_ports(config.process)
+    try_port("--http-port", config.process.host, config.http_port)
     # transformers imports torch wherever it is installed: 300 MB and two seconds for a process that only tokenizes.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -8,12 +8,13 @@ client that goes away cancels its request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -74,7 +75,7 @@ class HttpApi:
         self._why_not_ready, self._count_end = why_not_ready, count_end
         self._started = int(time.time())
         self._running_ids: set[str] = set()
-        """Of this front, from the moment that they are given."""
+        """Of this front, from the moment that a request begins: the generator knows it a moment later."""
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -134,39 +135,46 @@ class HttpApi:
         return await self._answer(request, ChatBody, ChatForm)
 
     async def _answer(self, request: Request, body_type: type[CommonBody], form_type: type[Form]) -> Response:
+        request_id = f"{form_type.id_prefix}-{secrets.token_hex(12)}"
         try:
+            request_id = _given_id(request) or request_id
             raw = await _read_body(request)
             if len(raw) > BYTES_TO_PARSE_AT_ONCE:
                 # Long prompts take long to read; other streams must not wait for that.
                 body, asked = await asyncio.to_thread(_parse, raw, body_type)
             else:
                 body, asked = _parse(raw, body_type)
-            request_id = _request_id(request, body, form_type.id_prefix)
+            request_id = body.request_id or request_id
         except RequestError as error:
             self._count_end(error.code.name)
-            return error_response(error)
+            response = error_response(error)
         except ClientDisconnect:
             return Response(status_code=499)
-        self._name(asked, request_id, is_own_choice=bool(body.request_id))
-        form = form_type(request_id, self._generator.model_name, body.num_answers, body.wants_usage)
-        responses = self._generate(body, asked, request.headers)
-        answer = self._streamed if body.stream else self._whole
-        response = await answer(request, responses, form)
+        else:
+            for place, one in enumerate(asked):
+                one.request_id = request_id if len(asked) == 1 else f"{request_id}-{place}"
+            form = form_type(request_id, self._generator.model_name, body.num_answers, body.wants_usage)
+            responses = self._generate(body, asked, request.headers)
+            answer = self._streamed if body.stream else self._whole
+            response = await answer(request, responses, form)
         response.headers[REQUEST_ID_HEADER] = request_id
         return response
 
-    def _name(self, requests: list[inference_pb2.GenerateRequest], request_id: str, is_own_choice: bool) -> None:
-        """Gives requests their ids: in logs and traces they are the id that the client knows.
+    @contextlib.contextmanager
+    def _named(self, request: inference_pb2.GenerateRequest, is_own_choice: bool) -> Iterator[None]:
+        """Keeps a request's id apart from those of others while it runs.
 
-        is_own_choice: the body names it, so two at once are a mistake. One from a header may come twice: proxies that
-        try again send the same.
+        is_own_choice: the body names it, so two at once are a mistake, which the generator tells. One from a header may
+        come twice: proxies that try again send the same.
         """
-        for place, request in enumerate(requests):
-            request.request_id = request_id if len(requests) == 1 else f"{request_id}-{place}"
-            is_taken = request.request_id in self._running_ids or self._generator.is_running(request.request_id)
-            if is_taken and not is_own_choice:
-                request.request_id += f"-{secrets.token_hex(4)}"
-            self._running_ids.add(request.request_id)
+        is_taken = request.request_id in self._running_ids or self._generator.is_running(request.request_id)
+        if is_taken and not is_own_choice:
+            request.request_id += f"-{secrets.token_hex(4)}"
+        self._running_ids.add(request.request_id)
+        try:
+            yield
+        finally:
+            self._running_ids.discard(request.request_id)
 
     async def _whole(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
         try:
@@ -209,12 +217,13 @@ class HttpApi:
             status: str = "CANCELLED"
             last: Exception | None = None
             try:
-                async with (
-                    asyncio.timeout(timeout),
-                    aclosing(self._generator.generate(request, timeout, headers)) as responses,
-                ):
-                    async for response in responses:
-                        await queue.put((place, response))
+                with self._named(request, is_own_choice=bool(body.request_id)):
+                    async with (
+                        asyncio.timeout(timeout),
+                        aclosing(self._generator.generate(request, timeout, headers)) as responses,
+                    ):
+                        async for response in responses:
+                            await queue.put((place, response))
                 status = "OK"
             except TimeoutError:
                 status, last = "DEADLINE_EXCEEDED", DeadlineExceeded(f"the timeout of {timeout:g} s passed")
@@ -224,7 +233,6 @@ class HttpApi:
                 log.exception("generate failed")
                 status, last = "INTERNAL", Internal(f"an unexpected error in the router: {error}")
             finally:
-                self._running_ids.discard(request.request_id)
                 self._count_end(status)
             await queue.put((place, last))
 
@@ -309,16 +317,14 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-def _request_id(request: Request, body: CommonBody, prefix: str) -> str:
-    """The body's, else the header's, else a new one. Raises InvalidArgument for a header that is no id."""
-    if body.request_id:
-        return body.request_id
+def _given_id(request: Request) -> str:
+    """The id that the client, or a proxy before it, has given; empty: none. Raises InvalidArgument if it is no id."""
     given = request.headers.get(REQUEST_ID_HEADER, "")
     if given and not re.fullmatch(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARACTERS}}}", given):
         raise InvalidArgument(
             REQUEST_ID_HEADER, f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters without spaces"
         )
-    return given or f"{prefix}-{secrets.token_hex(12)}"
+    return given
 
 
 async def _read_body(request: Request) -> bytes:

@@ -147,8 +147,8 @@ def prompt_token_ids(
     limits: ClusterLimits,
     must_fit: bool = True,
 ) -> list[int]:
-    """The prompt as ids. Its length is bounded before anything is made of it: by bytes before it is tokenized, and then
-    by a part of it, so that one that is far too long costs no more than one that fits.
+    """The prompt as ids. Its length is bounded before anything is made of it: by characters before it is tokenized,
+    and then by a part of it, so that one that is far too long costs no more than one that fits.
 
     must_fit: it has to leave room for an answer.
     Raises InvalidArgument.
@@ -156,7 +156,8 @@ def prompt_token_ids(
     kind = request.WhichOneof("prompt")
     longest = limits.longest_sequence - 1 if must_fit else None
     if not must_fit:
-        num_characters = len(request.text) + sum(len(message.content) for message in request.chat.messages)
+        turns_of = request.chat.messages
+        num_characters = len(request.text) + sum(len(m.role) + len(m.content) + len(m.name) for m in turns_of)
         if num_characters > MAX_TOKENIZE_CHARACTERS:
             what = f"has {num_characters} characters; at most {MAX_TOKENIZE_CHARACTERS} are tokenized at once"
             raise InvalidArgument(kind or "prompt", what, reason="string_above_max_length")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence as Seq
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from rpc.addresses import join_address
+from rpc.addresses import bare_host, join_address
 from rpc.channel import SERVER_OPTIONS
+from rpc.config import ProcessConfig
 from rpc.tls import TlsFiles
 
 LIVE_SERVICE = "live"
@@ -111,6 +113,27 @@ class RpcServer:
         await self.server.stop(grace)
         if self._health_server is not None:
             await self._health_server.stop(0)
+
+
+def try_ports(config: ProcessConfig) -> None:
+    """Whether a process will be able to listen, before it does anything that takes long. Raises PortInUse."""
+    for flag, port in (
+        ("--port", config.port),
+        ("--metrics-port", config.metrics_port),
+        ("--health-port", config.health_port or 0),
+    ):
+        try_port(flag, config.host, port)
+
+
+def try_port(flag: str, host: str, port: int) -> None:
+    """Raises PortInUse if a port can't be listened on now."""
+    bare = bare_host(host)
+    with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((bare, port))
+        except OSError as error:
+            raise PortInUse(f"{flag} {port} on {host} can't be listened on: {error.strerror or error}") from error
 
 
 def _listen(

@@ -35,7 +35,7 @@ from rpc.addresses import join_address, normal_address
 from rpc.config import ConfigError
 from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, write_ready_file
-from rpc.server import RpcServer
+from rpc.server import RpcServer, try_ports
 from rpc.tls import tls_files
 from worker.config import WorkerConfig, default_worker_id, new_incarnation_id
 from worker.engine_loop import EngineLoop
@@ -84,6 +84,7 @@ def run_worker(
     Raises ModelLoadError, TransferError, PortInUse or ConfigError if it can't start.
     """
     prepare_process(config.process)
+    try_ports(config.process)
     threads = set_threads(config.engine.threads)
     started = time.monotonic()
     loaded = load_model(config.engine)

@@ -99,6 +99,7 @@ def test_a_port_in_use_is_named(tiny_model):
         done = run("decode", "--model", str(tiny_model("llama")), "--metrics-port", str(port))
         assert done.returncode == 2
         assert f"--metrics-port {port}" in done.stderr.splitlines()[-1]
+        assert "model loaded" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["up", "prefill", "decode", "router"])

@@ -108,6 +108,15 @@ async def test_ids_come_from_the_body_else_the_header_else_are_made():
 async def test_a_header_that_is_no_id_is_refused(given):
     answer = await post(ScriptedGenerator(LAST), {}, {b"x-request-id": given.encode("latin-1")})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
+    assert answer.headers["x-request-id"].startswith("cmpl-")
+
+
+async def test_errors_carry_the_id_too():
+    for body in ({"n": 0}, {"tools": [1]}):
+        answer = await post(ScriptedGenerator(LAST), body, {"x-request-id": "h"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (400, "h")
+    answer = await post(ScriptedGenerator(ResourceExhausted("full")), {}, {"x-request-id": "h"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (429, "h")
 
 
 async def test_origins_that_are_named_may_call_from_a_browser():
