@@ -310,4 +310,4 @@ def test_a_token_that_only_the_tokenizer_knows_is_refused(tokenizer):
     """It would be an index beyond the embedding."""
     limits = ClusterLimits(64, 100, 8, 100, 100)
     with pytest.raises(InvalidArgument, match=r"text: has the token \d+, which the model, with 100, does not have"):
-        check(pb.GenerateRequest(text="~"), tokenizer, limits)
+        check(pb.GenerateRequest(text="\xe9"), tokenizer, limits)
