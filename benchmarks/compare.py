@@ -81,6 +81,8 @@ class ArmResult:
     trials: list[Trial] = field(default_factory=list)
     """Each rate, all repeats together."""
     runs: list[Run] = field(default_factory=list)
+    has_attained: bool = False
+    """Some measured rate attained the target."""
     is_lower_bound: bool = False
     """No measured rate missed the target."""
     timeline: list[tuple[float, float]] = field(default_factory=list)
@@ -88,8 +90,8 @@ class ArmResult:
 
     def at(self, rate: float) -> dict[str, Any]:
         """The numbers of all runs at one rate together."""
-        records = [record for run in self.runs if run.rate == rate for record in run.records]
-        return summarise(records, duration_of(records))
+        runs = [run.records for run in self.runs if run.rate == rate]
+        return summarise([record for records in runs for record in records], sum(map(duration_of, runs)))
 
     def idle_at(self, rate: float) -> dict[str, float]:
         """Share of the time that each worker's engine was in no step, over the runs at one rate."""
@@ -136,12 +138,16 @@ def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say
     searches = [GoodputSearch(settings.first_rate, settings.trials) for _ in arms]
     while any(rates := [search.next_rate() for search in searches]):
         _measure_all(arms, results, searches, rates, load, settings, say)
-    attained = [search.attained.rate if search.attained else None for search in searches]
-    shared = None if None in attained else min(rate for rate in attained if rate is not None)
-    if shared is not None:
+    shared = _shared_rate(searches)
+    while shared is not None:
         missing = [None if any(run.rate == shared for run in result.runs) else shared for result in results]
         _measure_all(arms, results, searches, missing, load, settings, say)
+        # What was measured just now may say that an arm does not attain this rate after all.
+        before, shared = shared, _shared_rate(searches)
+        if shared == before:
+            break
     for search, result in zip(searches, results, strict=True):
+        result.has_attained = search.attained is not None
         result.goodput, result.interval = search.goodput, search.interval(settings.seed)
         result.trials, result.is_lower_bound = search.trials, search.missed is None
     if settings.with_timeline:
@@ -159,6 +165,12 @@ def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say
         settings={**asdict(settings), "slo": asdict(settings.slo)},
         shared_rate=shared,
     )
+
+
+def _shared_rate(searches: list[GoodputSearch]) -> float | None:
+    """The highest measured rate that every arm attains, by all that is known now."""
+    attained = [search.attained.rate if search.attained else None for search in searches]
+    return None if None in attained else min(rate for rate in attained if rate is not None)
 
 
 def _measure_all(

@@ -134,7 +134,7 @@ class OpenAiTarget:
                 # Events end with an empty line. Lines end with \n only: texts may hold other separators, raw.
                 async for block in response.content.iter_any():
                     now = time.perf_counter()
-                    *events, buffer = (buffer + block.replace(b"\r\n", b"\n")).split(b"\n\n")
+                    *events, buffer = (buffer + block).replace(b"\r\n", b"\n").split(b"\n\n")
                     for event in events:
                         answer.read(event, now)
                 answer.read(buffer, time.perf_counter())

@@ -82,8 +82,8 @@ def _latencies(comparison: Comparison) -> str:
     """At one rate for all: at different ones a comparison flatters whoever does less."""
     rate = comparison.shared_rate
     if rate is None:
-        none = [arm.name for arm in comparison.arms if not arm.goodput]
-        return f"Latencies are not compared: {_listed(none or ['some arm'])} attained no measured rate."
+        none = [arm.name for arm in comparison.arms if not arm.has_attained]
+        return f"Latencies are not compared: {_listed(none)} attained no measured rate."
     parts = []
     for arm in comparison.arms:
         numbers = arm.at(rate)

@@ -46,8 +46,7 @@ def check_folder(folder: Path, with_weights: bool = True) -> None:
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizers:
         raise ModelLoadError(f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model); copy it there")
-    for path in tokenizers:
-        refuse_pointer(path)
+    refuse_pointer(tokenizers[0])  # the one that is read
     if with_weights:
         check_weights(folder)
 
@@ -113,22 +112,10 @@ def check_weights(folder: Path) -> None:
     """
     _refuse_quantized(folder, read_json(folder / "config.json"))
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ModelLoadError(f"{index}: has no weight_map")
-        shards = sorted(set(weight_map.values()))
-        missing = [name for name in shards if not (folder / name).is_file()]
-        if missing:
-            raise ModelLoadError(
-                f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there"
-            )
-        tensors = {name: tensor for shard in shards for name, tensor in _safetensors_header(folder / shard).items()}
-        absent = sorted(set(weight_map) - set(tensors))
-        if absent:
-            raise ModelLoadError(f"{folder}: {index.name} names {some_names(absent)}, which no file has")
-    elif (folder / "model.safetensors").is_file():
+    if (folder / "model.safetensors").is_file():  # as transformers does, whatever an index beside it says
         tensors = _safetensors_header(folder / "model.safetensors")
+    elif index.is_file():
+        tensors = _indexed_headers(index)
     else:
         _check_pickles(folder)
         return
@@ -139,6 +126,22 @@ def check_weights(folder: Path) -> None:
             f"{folder}: {some_names(packed)} {_is_are(packed)} quantized ({dtypes}); only unquantized checkpoints and "
             "GGUF files are served"
         )
+
+
+def _indexed_headers(index: Path) -> dict[str, dict[str, Any]]:
+    """What the files that an index names say of their tensors."""
+    folder, weight_map = index.parent, read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise ModelLoadError(f"{index}: has no weight_map")
+    shards = sorted(set(weight_map.values()))
+    missing = [name for name in shards if not (folder / name).is_file()]
+    if missing:
+        raise ModelLoadError(f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there")
+    tensors = {name: tensor for shard in shards for name, tensor in _safetensors_header(folder / shard).items()}
+    absent = sorted(set(weight_map) - set(tensors))
+    if absent:
+        raise ModelLoadError(f"{folder}: {index.name} names {some_names(absent)}, which no file has")
+    return tensors
 
 
 def _check_pickles(folder: Path) -> None:

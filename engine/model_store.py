@@ -138,12 +138,13 @@ def _prepare(name: str, make: Callable[[Path], None]) -> Path:
     with _one_at_a_time(folder):
         if _is_prepared(folder):
             return folder
-        shutil.rmtree(folder, ignore_errors=True)  # prepared by a version that left something out
         work = folder.parent / f".{name}-{secrets.token_hex(4)}"
         work.mkdir()
         try:
             make(work)
             (work / "model" / MANIFEST).write_text(json.dumps({"name": name, "format": FORMAT}))
+            if folder.exists():  # prepared by a version that left something out
+                folder.rename(work / "replaced")
             (work / "model").replace(folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)

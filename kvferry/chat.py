@@ -92,9 +92,10 @@ def _answer(client: Client, conversation: Conversation, said: str, options: dict
 
 def _lines(is_terminal: bool) -> Iterator[str]:
     if not is_terminal:
-        for raw in sys.stdin.buffer:
-            # Whatever bytes come: what is no UTF-8 is shown as that.
-            yield raw.decode("utf-8", "replace").rstrip("\r\n")
+        with contextlib.suppress(KeyboardInterrupt):
+            for raw in sys.stdin.buffer:
+                # Whatever bytes come: what is no UTF-8 is shown as that.
+                yield raw.decode("utf-8", "replace").rstrip("\r\n")
         return
     read = _line_editor()
     while True:

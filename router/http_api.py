@@ -144,7 +144,7 @@ class HttpApi:
                 body, asked = await asyncio.to_thread(_parse, raw, body_type)
             else:
                 body, asked = _parse(raw, body_type)
-            request_id = body.request_id or request_id
+            request_id = _checked_id("request_id", body.request_id or "") or request_id
         except RequestError as error:
             self._count_end(error.code.name)
             response = error_response(error)
@@ -152,7 +152,7 @@ class HttpApi:
             return Response(status_code=499)
         else:
             for place, one in enumerate(asked):
-                one.request_id = request_id if len(asked) == 1 else f"{request_id}-{place}"
+                one.request_id = request_id if len(asked) == 1 else _with_suffix(request_id, f"-{place}")
             form = form_type(request_id, self._generator.model_name, body.num_answers, body.wants_usage)
             responses = self._generate(body, asked, request.headers)
             answer = self._streamed if body.stream else self._whole
@@ -169,12 +169,14 @@ class HttpApi:
         """
         is_taken = request.request_id in self._running_ids or self._generator.is_running(request.request_id)
         if is_taken and not is_own_choice:
-            request.request_id += f"-{secrets.token_hex(4)}"
+            request.request_id = _with_suffix(request.request_id, f"-{secrets.token_hex(4)}")
+        is_mine = request.request_id not in self._running_ids
         self._running_ids.add(request.request_id)
         try:
             yield
         finally:
-            self._running_ids.discard(request.request_id)
+            if is_mine:
+                self._running_ids.discard(request.request_id)
 
     async def _whole(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
         try:
@@ -319,12 +321,21 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 def _given_id(request: Request) -> str:
     """The id that the client, or a proxy before it, has given; empty: none. Raises InvalidArgument if it is no id."""
-    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return _checked_id(REQUEST_ID_HEADER, request.headers.get(REQUEST_ID_HEADER, ""))
+
+
+def _checked_id(field: str, given: str) -> str:
+    """An id, which is to be a header of the answer. Raises InvalidArgument if it can't be one."""
     if given and not re.fullmatch(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARACTERS}}}", given):
         raise InvalidArgument(
-            REQUEST_ID_HEADER, f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters without spaces"
+            field, f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters without spaces"
         )
     return given
+
+
+def _with_suffix(request_id: str, suffix: str) -> str:
+    """An id made of another one, not longer than ids may be."""
+    return request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
 
 
 async def _read_body(request: Request) -> bytes:

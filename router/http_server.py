@@ -33,7 +33,8 @@ class _Protocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's own protocol may return it
         """Nothing more is sent by the client. Returns whether the connection stays open."""
-        is_over = self.cycle is None or self.cycle.response_complete
+        # One whose request is not complete is no client that waits for its answer.
+        is_over = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         if is_over or self.conn.their_http_version != b"1.1" or self.transport.get_extra_info("ssl_object"):
             return False
         self.loop.create_task(self._until_answered())

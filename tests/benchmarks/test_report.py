@@ -34,7 +34,8 @@ def make_arm(name, kind, interval):
         runs.append(Run(name, rate, 0, summarise(came, 10 / rate, SLO), {"worker-0": 0.25}, came))
     trials = [Trial(1.0, 10, 10), Trial(2.0, 8, 10)]
     goodput = sum(interval) / 2
-    return ArmResult(name, kind, goodput, tuple(interval), trials, runs, timeline=[(0.5, 30.0), (1.2, 400.0)])
+    timeline = [(0.5, 30.0), (1.2, 400.0)]
+    return ArmResult(name, kind, goodput, tuple(interval), trials, runs, bool(goodput), timeline=timeline)
 
 
 MACHINE = {
@@ -112,6 +113,20 @@ def test_latencies_are_compared_at_one_rate_for_all():
     assert "Latencies are not compared: 2 colocated, budget 128 and 2 colocated, budget 512 attained no" in " ".join(
         verdict(none)
     )
+
+
+def test_numbers_of_several_runs_count_the_time_of_these_runs_only():
+    """Between them others are under load."""
+    arm = make_arm("a", "colocated", (1.0, 1.1))
+    again = [
+        RequestRecord(100.0, 100.0, [100.2, 100.25, 100.31], 100.31, "OK", prompt_tokens=9, output_tokens=3)
+        for _ in range(10)
+    ]
+    alone = arm.at(1.0)
+    arm.runs.append(Run("a", 1.0, 1, summarise(again, 10.0, SLO), {}, again))
+    together = arm.at(1.0)
+    assert together["offered"] == 20
+    assert together["request_throughput"] == pytest.approx(alone["request_throughput"])
 
 
 def test_servers_are_compared_without_a_word_of_tiers(tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.commands import run_command
+from benchmarks.config import BenchCommand, CompareCommand, RunCommand
 from benchmarks.generator import known_server, measure
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
@@ -64,20 +68,20 @@ def test_a_run_against_any_openai_server_tells_salt_and_hit_rate(known, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "words"),
     [
-        (["run", "--openai-url", "http://127.0.0.1:9/v1", "--output", "/proc/none/x.json"], "--output"),
-        (["run", "--rate", "nan"], "--rate is nan"),
-        (["run", "--workload", "azure", "--trace", "/no/such.csv"], "/no/such.csv"),
-        (["compare", "--servers", "nameless"], "must look like NAME=host:port"),
-        (["compare", "--servers", "a=127.0.0.1:9"], "--servers a=127.0.0.1:9"),
-        (["compare", "--servers", "a=http://127.0.0.1:9/v1"], "a first request failed"),
-        (["compare", "--workload", "azure", "--trace", "/no/such.csv"], "/no/such.csv"),
-        (["compare", "--loads", "heavy"], "--loads has 'heavy'"),
-        (["compare", "--output", "/proc/none"], "--output"),
+        (RunCommand(openai_url="http://127.0.0.1:9/v1", output=Path("/proc/none/x.json")), "--output"),
+        (RunCommand(rate=math.nan), "--rate is nan"),
+        (RunCommand(workload="azure", trace=Path("/no/such.csv")), "/no/such.csv"),
+        (CompareCommand(servers=("nameless",)), "must look like NAME=host:port"),
+        (CompareCommand(servers=("a=127.0.0.1:9",)), "--servers a=127.0.0.1:9"),
+        (CompareCommand(servers=("a=http://127.0.0.1:9/v1",)), "a first request failed"),
+        (CompareCommand(workload="azure", trace=Path("/no/such.csv")), "/no/such.csv"),
+        (CompareCommand(loads=("heavy",)), "--loads has 'heavy'"),
+        (CompareCommand(output=Path("/proc/none")), "--output"),
     ],
 )
-def test_what_can_not_be_measured_is_told_before_anything_runs(arguments, words):
-    done = bench(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr.splitlines()[-1]
+def test_what_can_not_be_measured_is_told_before_anything_runs(command, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(BenchCommand(command)) == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]

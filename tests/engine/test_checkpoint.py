@@ -162,6 +162,13 @@ def test_a_part_that_is_not_there_is_named(folder):
         resolve_model(str(folder))
 
 
+def test_an_index_that_was_left_beside_a_whole_file_is_not_read(folder):
+    """transformers takes the whole file."""
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
+    resolve_model(str(folder))
+    assert load(folder).vocab_size == 320
+
+
 def test_a_missing_tokenizer_is_told_before_processes_start(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelUnavailable, match="has no tokenizer"):

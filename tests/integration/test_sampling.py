@@ -183,6 +183,7 @@ def mixed_requests():
     ]
 
 
+@pytest.mark.slow
 def test_answers_do_not_depend_on_batch_chunks_workers_or_pages(cluster, real_model, tmp_path):
     """Casebook C035, C040: alone, together, and on another cluster with other budgets, pages,
     worker counts and colocated workers, and steps launched before the tokens of the last are known."""

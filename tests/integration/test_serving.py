@@ -38,6 +38,7 @@ def make_prompts(count, longest=300):
     ]
 
 
+@pytest.mark.slow
 async def test_32_streams_of_mixed_lengths_equal_their_lone_runs(cluster):
     """Casebook C101, C102, C104: no page is read before its data is there, however many transfers run."""
     prompts = make_prompts(32)

@@ -111,6 +111,25 @@ async def test_a_header_that_is_no_id_is_refused(given):
     assert answer.headers["x-request-id"].startswith("cmpl-")
 
 
+@pytest.mark.parametrize("given", ["\u4e2d", "a\r\nb", "x" * 129, "a b"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_id_of_the_body_that_can_be_no_header_is_refused_before_anything_starts(given, stream):
+    generator = ScriptedGenerator(LAST)
+    answer = await post(generator, {"request_id": given, "stream": stream})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+    assert not generator.asked
+
+
+async def test_ids_that_the_front_makes_are_no_longer_than_ids_may_be():
+    generator = ScriptedGenerator(LAST)
+    longest = "x" * 128
+    await post(generator, {"prompt": ["a", "b"]}, {"x-request-id": longest})
+    assert [request.request_id for request in generator.asked] == [f"{'x' * 126}-0", f"{'x' * 126}-1"]
+    generator.is_running = lambda request_id: True
+    await post(generator, {}, {"x-request-id": longest})
+    assert len(generator.asked[-1].request_id) == 128
+
+
 async def test_errors_carry_the_id_too():
     for body in ({"n": 0}, {"tools": [1]}):
         answer = await post(ScriptedGenerator(LAST), body, {"x-request-id": "h"})

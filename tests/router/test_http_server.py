@@ -164,3 +164,24 @@ def test_an_encrypted_key_is_named_and_nobody_is_asked_for_its_password(files):
     (files.folder / "encrypted.key").replace(key)
     with pytest.raises(ConfigError, match="not encrypted"):
         files.server_credentials(False)
+
+
+async def test_a_client_that_closes_before_its_request_is_complete_is_gone():
+    """It waits for no answer, and none would ever come."""
+
+    async def echo(request):
+        return PlainTextResponse(await request.body())
+
+    server = HttpServer(Starlette(routes=[Route("/echo", echo, methods=["POST"])]), "127.0.0.1", 0)
+    server.start()
+    while not server._server.started:
+        await asyncio.sleep(0.005)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nx")
+        await asyncio.sleep(0.05)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+    finally:
+        await server.stop()
