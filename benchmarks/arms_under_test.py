@@ -45,6 +45,8 @@ class ArmUnderTest:
     kind: Kind
     max_model_len: int | None = None
     """Longest sequence in tokens, if that is known."""
+    dtype: str = ""
+    """Element type of weights and pages, if that is known."""
 
     def offer(self, requests: list[LoadRequest], timeout: float) -> Offered:
         """Runs a load. timeout: deadline of each request in seconds."""
@@ -73,7 +75,7 @@ class RouterArm(ArmUnderTest):
         self.name, self.kind = name, kind
         self._address, self._client = address, client
         info = client.model_info()
-        self.max_model_len, self._vocab_size = info.max_model_len, info.vocab_size
+        self.max_model_len, self._vocab_size, self.dtype = info.max_model_len, info.vocab_size, info.dtype
 
     def offer(self, requests: list[LoadRequest], timeout: float) -> Offered:
         """See `ArmUnderTest.offer`. Begins with empty prefix caches."""

@@ -335,7 +335,7 @@ def _compare(command: CompareCommand, console: Console) -> int:
         with measured as running:
             for load in loads:
                 comparison = compare(running, load, settings, say)
-                comparison.machine["served"] = _served(command, arms)
+                comparison.machine["served"] = _served(command, arms, running[0].dtype)
                 comparisons.append(comparison)
                 write_report(comparisons, command.output)
     _show(comparisons, console)
@@ -348,14 +348,14 @@ def _compare(command: CompareCommand, console: Console) -> int:
     return 0
 
 
-def _served(command: CompareCommand, arms: list[Arm]) -> dict[str, str]:
+def _served(command: CompareCommand, arms: list[Arm], dtype: str) -> dict[str, str]:
     """What the arms ran, for the report."""
     if not arms:
         return {"servers": ", ".join(command.servers)}
     first = arms[0]
     cluster = first.cluster
     return {
-        "model": f"{command.model}, {command.dtype} weights and pages, at most {command.max_model_len} tokens",
+        "model": f"{command.model}, weights and pages in {dtype}, at most {command.max_model_len} tokens",
         "pages": f"{first.pages} of {cluster.page_size} tokens in every arm",
         "workers": f"{command.workers} in every arm, {first.cores} cores together, at most "
         f"{command.max_num_sequences} sequences each",
