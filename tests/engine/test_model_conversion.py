@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from engine import model_store
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.loader import load_model
@@ -237,6 +238,7 @@ def test_the_end_of_a_turn_ends_an_answer(tmp_path):
 
 def test_a_prepared_folder_of_an_older_version_is_made_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_store, "_convert", convert)  # in this process, which has loaded what it needs
     file = write_gguf(tmp_path / "m.gguf", "llama", make_model("llama"))
     folder = resolve_model(str(file))
     (folder / "kvferry.json").write_text('{"name": "m", "format": 1}')

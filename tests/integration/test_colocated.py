@@ -116,6 +116,7 @@ async def test_answers_without_pages_are_computed_again_in_place_and_come_out_th
         assert [r.token_ids for r in together] == [r.token_ids for r in lone]
 
 
+@pytest.mark.slow
 async def test_a_pair_and_colocated_workers_serve_side_by_side_and_replace_each_other(tiny_model, tmp_path):
     with running_cluster(
         tmp_path, model=str(tiny_model("llama")), prefill=1, decode=1, colocated=1, num_pages=400

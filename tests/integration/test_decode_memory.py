@@ -204,6 +204,7 @@ def test_a_client_that_does_not_read_is_ended_with_a_clear_status_and_slows_nobo
         router.popen.wait(20)
 
 
+@pytest.mark.slow
 def test_a_reader_that_is_slow_now_and_then_gets_every_token(cluster):
     call = cluster.client.generate(
         [5, 6, 7], max_tokens=100, temperature=0.0, ignore_eos=True, return_token_ids=True, num_logprobs=20

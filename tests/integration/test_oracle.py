@@ -39,6 +39,7 @@ def check_equal_to_reference(cluster, reference, lengths, vocabulary, limit, num
             assert moved.transport == "nixl/UCX"
 
 
+@pytest.mark.slow
 def test_real_model_equals_transformers_at_every_edge(cluster, real_model):
     lengths = edge_lengths(PAGE, TOKEN_BUDGET, MAX_MODEL_LEN)
     check_equal_to_reference(cluster, load_reference(real_model), lengths, range(3, 40000), MAX_MODEL_LEN, 12)

@@ -206,6 +206,7 @@ class TestTwoByTwo:
         for worker in ("prefill-0", "prefill-1"):
             assert cluster.metrics(worker)["kvferry_kv_bytes_total"] > 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("tier", ["decode", "prefill"])
     def test_a_killed_worker_costs_no_request_and_no_token(self, cluster, tier):
         """Promise 3, in its simplest form: streams go on elsewhere from the next token."""
