@@ -341,7 +341,8 @@ def _generate(command: GenerateCommand) -> int:
     if text == "-":
         if sys.stdin.isatty():
             print("kvferry: type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
-        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        # The newline that `echo` adds is no part of a question, and small models do not take it well.
+        text = sys.stdin.buffer.read().decode("utf-8", "replace").rstrip("\r\n")
     try:
         with _connect(command) as client:
             stream = client.generate(

@@ -191,6 +191,12 @@ class TestTwoByTwo:
         assert {"decode", cluster.cluster.find("decode-1").address, "ready"} <= set(of_decode.split())
         assert max(map(len, status.stdout.splitlines())) <= 110
 
+    def test_a_prompt_from_a_pipe_is_the_prompt_that_was_typed(self, cluster):
+        typed = run("generate", "--address", cluster.address, "--max-tokens", "6", "caf\xe9")
+        piped = run("generate", "--address", cluster.address, "--max-tokens", "6", input="caf\xe9\n")
+        assert typed.returncode == piped.returncode == 0
+        assert typed.stdout == piped.stdout
+
     def test_a_chat_answers_each_line_of_a_pipe(self, cluster):
         done = run("chat", "--address", cluster.address, "--max-tokens", "5", input="one\n\ntwo\n")
         assert done.returncode == 0, done.stderr
