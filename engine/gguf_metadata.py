@@ -47,7 +47,7 @@ _OFF: dict[str, Any] = {
     "use_parallel_residual": False,
 }
 """Values that ask for what is done anyway."""
-_ROPE_KEYS = frozenset(
+_LOOKED_AT_BY_NAME = frozenset(
     {
         "rope.freq_base",
         "rope.freq_base_swa",
@@ -102,7 +102,7 @@ class GgufMetadata:
         prefix = f"{self.architecture}."
         for key in self._reader.fields:
             name = key.removeprefix(prefix)
-            if not key.startswith(prefix) or name in _ROPE_KEYS or self.own(name) == _OFF.get(name):
+            if not key.startswith(prefix) or name in _LOOKED_AT_BY_NAME or self.own(name) == _OFF.get(name):
                 continue
             attribute = _ATTRIBUTES.get(name)
             has_place = attribute is not None and (hasattr(config, attribute) or name == "attention.key_length")

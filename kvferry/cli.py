@@ -369,7 +369,7 @@ def _generate(command: GenerateCommand) -> int:
                 print()
             results = stream.results()
     except (KvferryError, ValueError, OSError) as error:
-        # OSError: the CA's file. ValueError: a number that the wire has no room for, such as a negative seed.
+        # OSError: the CA's file. ValueError: a number that the wire has no room for.
         return _failed(error, command.address)
     except KeyboardInterrupt:
         return 130

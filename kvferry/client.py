@@ -304,7 +304,12 @@ def make_request(
     cache_salt: str = "",
     priority: int = 0,
 ) -> inference_pb2.GenerateRequest:
-    """The wire form of a request. Unset values are left to the router. Raises TypeError for a wrong prompt."""
+    """The wire form of a request. Unset values are left to the router.
+
+    seed: any 64 bits, signed or not. Raises TypeError for a wrong prompt, ValueError for a number that does not fit.
+    """
+    if seed is not None and -(1 << 63) <= seed < 0:
+        seed += 1 << 64
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
@@ -343,7 +348,10 @@ def _set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeR
         request.token_ids.SetInParent()
     elif all(isinstance(item, Mapping) for item in prompt):
         for message in prompt:
-            request.chat.messages.add(role=message["role"], content=message["content"])  # type: ignore[index]
+            assert isinstance(message, Mapping)
+            if unknown := message.keys() - {"role", "content", "name"}:
+                raise TypeError(f"a message has role, content and name; {', '.join(sorted(unknown))} is not served")
+            request.chat.messages.add(role=message["role"], content=message["content"], name=message.get("name", ""))
     else:
         raise TypeError("a prompt is a string, a list of token ids, or a list of {'role': ..., 'content': ...}")
 

@@ -7,7 +7,7 @@ body costs no more than what is right with it. Fields that are not served: see `
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,7 +36,6 @@ MAX_PARTS = 256
 MAX_PROMPT_IDS = 2_000_000
 """Token ids of one prompt, before the model's own limit is looked at."""
 
-Item = TypeVar("Item")
 _STRICT = ConfigDict(extra="allow", strict=True)
 # What may be long is checked item by item, up to the first that is wrong.
 _Ids = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]

@@ -156,8 +156,8 @@ def prompt_token_ids(
     kind = request.WhichOneof("prompt")
     longest = limits.longest_sequence - 1 if must_fit else None
     if not must_fit:
-        turns_of = request.chat.messages
-        num_characters = len(request.text) + sum(len(m.role) + len(m.content) + len(m.name) for m in turns_of)
+        sizes = (len(turn.role) + len(turn.content) + len(turn.name) for turn in request.chat.messages)
+        num_characters = len(request.text) + sum(sizes)
         if num_characters > MAX_TOKENIZE_CHARACTERS:
             what = f"has {num_characters} characters; at most {MAX_TOKENIZE_CHARACTERS} are tokenized at once"
             raise InvalidArgument(kind or "prompt", what, reason="string_above_max_length")

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from kvferry.client import make_request
 from kvferry.local import ClusterConfig, LocalCluster, StartFailed
 from router.config import RouterConfig
 from rpc.config import ProcessConfig
@@ -112,3 +113,14 @@ def test_the_log_level_is_quiet_unless_it_goes_to_files(tmp_path):
     assert ClusterConfig().process_log_level == "warning"
     assert ClusterConfig(log_dir=tmp_path).process_log_level == "info"
     assert ClusterConfig(log_dir=tmp_path, log_level="error").process_log_level == "error"
+
+
+def test_what_a_message_has_beyond_its_text_is_not_lost_in_silence():
+    request = make_request([{"role": "user", "content": "hi", "name": "Bo"}], seed=-1)
+    [message] = request.chat.messages
+    assert (message.role, message.content, message.name) == ("user", "hi", "Bo")
+    assert request.sampling.seed == 2**64 - 1
+    with pytest.raises(TypeError, match="tool_calls is not served"):
+        make_request([{"role": "assistant", "content": "x", "tool_calls": []}])
+    with pytest.raises(ValueError, match="out of range"):
+        make_request("x", seed=-(2**63) - 1)

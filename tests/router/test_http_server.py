@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from router.config import RouterConfig
 from router.http_server import HttpServer
 from rpc.config import ConfigError
 from rpc.tls import TlsFiles
@@ -164,6 +165,13 @@ def test_an_encrypted_key_is_named_and_nobody_is_asked_for_its_password(files):
     (files.folder / "encrypted.key").replace(key)
     with pytest.raises(ConfigError, match="not encrypted"):
         files.server_credentials(False)
+
+
+def test_connections_stay_open_longer_than_proxies_keep_them():
+    """Often 60 s; else the proxy sends requests into connections that are closing."""
+    server = HttpServer(Starlette(), "127.0.0.1", 0, keepalive_seconds=RouterConfig(model="m").http_keepalive_seconds)
+    assert server._server.config.timeout_keep_alive > 60
+    server._socket.close()
 
 
 async def test_a_client_that_closes_before_its_request_is_complete_is_gone():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.config import EngineConfig
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 from rpc.addresses import bare_host, join_address, normal_address, split_address
-from rpc.channel import open_channel
+from rpc.channel import MAX_METADATA_BYTES, open_channel
 from rpc.config import ProcessConfig
 from rpc.server import RpcServer
 
@@ -63,5 +65,21 @@ async def test_a_server_on_ipv6_is_reached_at_its_address(host):
         async with open_channel(join_address("::1", server.port)) as channel:
             await asyncio.wait_for(channel.channel_ready(), 10)
         assert server.address == join_address(host, server.port)
+    finally:
+        await server.stop(0)
+
+
+async def test_headers_of_a_call_have_a_stated_size_not_a_random_one():
+    server = RpcServer("127.0.0.1", 0, [])
+    await server.start()
+    try:
+        async with open_channel(server.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            for _ in range(8):  # gRPC's own limit is between 8 and 16 KiB, by chance
+                ask = health_pb2.HealthCheckRequest()
+                await stub.Check(ask, metadata=(("x", "a" * (MAX_METADATA_BYTES - 2000)),), timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Check(ask, metadata=(("x", "a" * (MAX_METADATA_BYTES + 2000)),), timeout=10)
+                assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     finally:
         await server.stop(0)
