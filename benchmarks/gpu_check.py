@@ -378,7 +378,7 @@ def check_transfer(device: torch.device, report: Report) -> None:
     """Two tiers as real processes on one GPU: pages go from VRAM to VRAM, and answers are those of one process."""
     from kvferry.client import Client
     from kvferry.local import ClusterConfig, LocalCluster
-    from worker.config import Overlap
+    from worker_runtime.config import Overlap
 
     os.environ["UCX_PROTO_INFO"] = "y"  # it tells which transports it took
     sizes = SMALL | {"vocab_size": 320, "num_hidden_layers": 30}

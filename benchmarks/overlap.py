@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colocated_service.config import ColocatedConfig
-from colocated_service.worker import ColocatedWorker
+from colocated_service.loop import ColocatedLoop
 from engine.attention.flashinfer import lay_out
 from engine.config import EngineConfig
 from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
@@ -33,11 +33,11 @@ from engine.sampler import SampledTokens
 from engine.sequence import ScheduledSequence, num_pages_for
 from engine.step_inputs import step_inputs
 from protos import worker_pb2
-from worker.config import Overlap
-from worker.inbox import Drain, Inbox, SessionCommand
-from worker.metrics import WorkerMetrics
-from worker.parts import WorkerParts
-from worker.session import Events, Sessions
+from worker_runtime.config import Overlap
+from worker_runtime.inbox import Drain, Inbox, SessionCommand
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.parts import WorkerParts
+from worker_runtime.session import Events, Sessions
 
 STEP_MS = {1: 7.8, 32: 9.6, 128: 14.6}
 """By sequences: recorded steps of Llama 3 8B at 1,024 tokens of context on an H200."""
@@ -117,7 +117,7 @@ def seconds_per_step(
         prefix_cache=False,
         overlap=overlap,
     )
-    worker = ColocatedWorker(parts, runner, config)
+    worker = ColocatedLoop(parts, runner, config)
     for number in range(batch):
         command = worker_pb2.GenerateCommand(
             request_id=f"request-{number}",

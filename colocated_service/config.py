@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from colocated_service.scheduler import StepPolicy
 from prefill_service.scheduler import Policy
-from worker.config import Overlap, WorkerConfig
+from worker_runtime.config import Overlap, WorkerConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from decode_service.scheduler import Admission
 from rpc.placeholders import MaybeSeconds
-from worker.config import Overlap, WorkerConfig
+from worker_runtime.config import Overlap, WorkerConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from protos import kv_pb2, kv_pb2_grpc
 from rpc.addresses import split_address
 from rpc.channel import open_channel
 from rpc.tls import TlsFiles
-from worker.inbox import Inbox, WriterGone
+from worker_runtime.inbox import Inbox, WriterGone
 
 log = logging.getLogger(__name__)
 

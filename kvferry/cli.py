@@ -34,7 +34,7 @@ from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 from rpc.placeholders import MaybeFile, MaybeFloat, MaybeNumber, MaybeSeconds, MaybeText
 from rpc.process import run_process
-from worker.config import WorkerConfig
+from worker_runtime.config import WorkerConfig
 
 if TYPE_CHECKING:
     from kvferry.client import Client

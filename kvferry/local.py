@@ -34,7 +34,7 @@ from rpc.config import LogLevel
 from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort
 from rpc.process import write_ready_file
 from rpc.server import PortInUse, try_port
-from worker.config import Overlap
+from worker_runtime.config import Overlap
 
 START_SECONDS = 1800.0
 """Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at

@@ -8,15 +8,15 @@ from grpc import aio
 from engine.errors import ModelLoadError
 from kv_transfer.errors import TransferError
 from prefill_service.config import PrefillConfig
+from prefill_service.loop import PrefillLoop
 from prefill_service.scheduler import SLOWDOWN
 from prefill_service.servicer import SERVICE_NAME, PageTicketServicer
-from prefill_service.worker import PrefillWorker
 from protos import kv_pb2_grpc, worker_pb2
 from rpc.config import ConfigError
 from rpc.process import run_process
 from rpc.server import PortInUse
-from worker.parts import WorkerParts
-from worker.process import run_worker
+from worker_runtime.parts import WorkerParts
+from worker_runtime.process import run_worker
 
 EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
 
@@ -29,8 +29,8 @@ def _add_services(server: aio.Server, parts: WorkerParts) -> None:
 def serve(config: PrefillConfig) -> int:
     """Runs the worker until it is told to stop."""
 
-    def build_loop(parts: WorkerParts) -> PrefillWorker:
-        return PrefillWorker(parts, parts.runner, config)
+    def build_loop(parts: WorkerParts) -> PrefillLoop:
+        return PrefillLoop(parts, parts.runner, config)
 
     limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.policy])
     return run_worker(config, worker_pb2.TIER_PREFILL, limits, build_loop, [SERVICE_NAME], _add_services)

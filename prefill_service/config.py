@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prefill_service.scheduler import Policy
-from worker.config import WorkerConfig
+from worker_runtime.config import WorkerConfig
 
 
 @dataclass(frozen=True)

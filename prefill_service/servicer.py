@@ -7,7 +7,7 @@ import asyncio
 import grpc
 
 from protos import kv_pb2, kv_pb2_grpc
-from worker.inbox import CloseTicket, Inbox
+from worker_runtime.inbox import CloseTicket, Inbox
 
 SERVICE_NAME = "kvferry.v1.PageTicketService"
 

@@ -7,10 +7,10 @@ import pytest
 from engine.sampler import Choice
 from engine.sequence import Sequence
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.decode_service.test_worker import Rig
-from worker import answering_loop
-from worker.inbox import Drain, SessionClosed, SessionCommand
-from worker.process import MAX_FAILED_STEPS
+from tests.decode_service.test_loop import Rig
+from worker_runtime import answering_loop
+from worker_runtime.inbox import Drain, SessionClosed, SessionCommand
+from worker_runtime.process import MAX_FAILED_STEPS
 
 
 class Device:

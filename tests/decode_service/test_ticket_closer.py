@@ -12,7 +12,7 @@ from decode_service import ticket_closer
 from decode_service.ticket_closer import TicketCloser, Writer
 from prefill_service.servicer import PageTicketServicer
 from protos import kv_pb2_grpc
-from worker.inbox import CloseTicket, Inbox, WriterGone
+from worker_runtime.inbox import CloseTicket, Inbox, WriterGone
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import worker.process
+import worker_runtime.process
 from kv_transfer.base import WriteState
 from kv_transfer.errors import PeerLost
 from kvferry.cli import main
@@ -135,6 +135,6 @@ def stop() -> None:
 
 
 if __name__ == "__main__":
-    make_transport = worker.process.NixlTransport
-    worker.process.NixlTransport = lambda *arguments: FaultyTransport(make_transport(*arguments))  # type: ignore
+    make_transport = worker_runtime.process.NixlTransport
+    worker_runtime.process.NixlTransport = lambda *arguments: FaultyTransport(make_transport(*arguments))  # type: ignore
     main()

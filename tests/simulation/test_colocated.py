@@ -13,10 +13,10 @@ from collections import deque
 import pytest
 
 from protos import worker_pb2
-from tests.colocated_service.test_worker import Rig
+from tests.colocated_service.test_loop import Rig
 from tests.simulation.world import PAGE_SIZE, SimRunner, next_token, sim_sample
-from worker import answering_loop
-from worker.inbox import Drain
+from worker_runtime import answering_loop
+from worker_runtime.inbox import Drain
 
 SCHEDULES = 1000
 MOST_TURNS = 600
@@ -114,7 +114,7 @@ class Schedule:
 def test_no_schedule_loses_a_token_a_page_or_a_request(overlap, monkeypatch):
     logging.disable(logging.CRITICAL)
     monkeypatch.setattr(answering_loop, "sample", sim_sample)
-    monkeypatch.setattr("tests.colocated_service.test_worker.PAGE_SIZE", PAGE_SIZE)
+    monkeypatch.setattr("tests.colocated_service.test_loop.PAGE_SIZE", PAGE_SIZE)
     try:
         for seed in range(SCHEDULES):
             schedule = Schedule(seed, overlap)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from decode_service.worker import DecodeWorker
+from decode_service.loop import DecodeLoop
 from engine.page_pool import PagePool
 from kv_transfer.tickets import IncomingTicket
 from router.dispatch import Dispatcher
@@ -67,10 +67,10 @@ def close_silently(self, request, leg, abort, is_complete=False):
 _close_leg = Dispatcher._close_leg
 
 PLANTED = {
-    "pages are freed without waiting for their writer": (DecodeWorker, "_release", free_at_once),
+    "pages are freed without waiting for their writer": (DecodeLoop, "_release", free_at_once),
     "pages that a write of ours reads are not pinned": (PagePool, "pin", lambda self, pages: None),
     "a first token counts as all pages": (IncomingTicket, "is_complete", property(believe_the_first_message)),
-    "a lost notification is waited for": (DecodeWorker, "_on_ticket_overdue", lambda self, key: None),
+    "a lost notification is waited for": (DecodeLoop, "_on_ticket_overdue", lambda self, key: None),
     "the other leg is not told": (Dispatcher, "_close_leg", close_silently),
 }
 

@@ -18,19 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import decode_service.worker
-import prefill_service.worker
+import decode_service.loop
+import prefill_service.loop
 import router.dispatch
 import router.policy
 import router.request
 import router.worker_pool
-import worker.answering_loop as answering_loop
-import worker.engine_loop as engine_loop
-import worker.health as worker_health
-import worker.stamps as worker_stamps
+import worker_runtime.answering_loop as answering_loop
+import worker_runtime.engine_loop as engine_loop
+import worker_runtime.health as worker_health
+import worker_runtime.stamps as worker_stamps
 from decode_service.config import DecodeConfig
+from decode_service.loop import DecodeLoop
 from decode_service.ticket_closer import Writer
-from decode_service.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.model_runner import StepLogits
 from engine.page_pool import PagePool
@@ -46,7 +46,7 @@ from kv_transfer.transfer_thread import (
     WriteEnded,
 )
 from prefill_service.config import PrefillConfig
-from prefill_service.worker import PrefillWorker
+from prefill_service.loop import PrefillLoop
 from protos import kv_pb2
 from protos import worker_pb2 as wpb
 from router.config import RouterConfig
@@ -58,7 +58,7 @@ from router.worker_pool import WorkerLink
 from rpc.errors import Cancelled
 from tests.scripted import FakeProbePages
 from tests.simulation.clock import Clock
-from worker.inbox import (
+from worker_runtime.inbox import (
     CloseTicket,
     Drain,
     Inbox,
@@ -67,7 +67,7 @@ from worker.inbox import (
     SessionOpened,
     WriterGone,
 )
-from worker.parts import WorkerParts
+from worker_runtime.parts import WorkerParts
 
 PAGE_SIZE = 4
 NUM_PROBE_PAGES = 1
@@ -377,10 +377,10 @@ class SimWorker:
             config = PrefillConfig(
                 engine=engine, token_budget=world.token_budget, max_num_sequences=8, prefix_cache=world.prefix_cache
             )
-            self.loop: PrefillWorker | DecodeWorker = PrefillWorker(parts, SimRunner(self), config)
+            self.loop: PrefillLoop | DecodeLoop = PrefillLoop(parts, SimRunner(self), config)
         else:
             decode = DecodeConfig(engine=engine, max_num_sequences=6, prefix_cache=world.prefix_cache)
-            self.loop = DecodeWorker(parts, SimRunner(self), SimCloser(self), decode)  # type: ignore[arg-type]
+            self.loop = DecodeLoop(parts, SimRunner(self), SimCloser(self), decode)  # type: ignore[arg-type]
         limits = wpb.WorkerLimits(
             num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=1000, vocab_size=100, max_num_sequences=8,
             token_budget=world.token_budget,
@@ -657,7 +657,7 @@ class World:
 
     def _check_owner(self, target: SimWorker, page: int, key: tuple[str, int] | None) -> None:
         loop = target.loop
-        assert isinstance(loop, DecodeWorker)
+        assert isinstance(loop, DecodeLoop)
         request = loop._requests.get(key) if key else None
         ticket = request.ticket if request is not None else loop._quarantined.get(key) if key else None
         if ticket is None or page not in ticket.page_ids or not target.pool._writers[page]:
@@ -790,8 +790,8 @@ def simulated(world: World):
             (router.dispatch, ("time", "asyncio")),
             (router.request, ("time",)),
             (router.worker_pool, ("time",)),
-            (prefill_service.worker, ("time",)),
-            (decode_service.worker, ("time",)),
+            (prefill_service.loop, ("time",)),
+            (decode_service.loop, ("time",)),
             (answering_loop, ("time",)),
             (engine_loop, ("time",)),
             (worker_health, ("time",)),
@@ -799,7 +799,7 @@ def simulated(world: World):
         )
         for name, value in ((name, clock) for name in names)
     ]
-    patches += [(module, "sample", sim_sample) for module in (prefill_service.worker, answering_loop)]
+    patches += [(module, "sample", sim_sample) for module in (prefill_service.loop, answering_loop)]
     patches += [(module, "random", world.rng) for module in (router.dispatch, router.policy, router.worker_pool)]
     saved = [(module, name, getattr(module, name)) for module, name, _ in patches]
     for module, name, value in patches:

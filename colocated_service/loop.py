@@ -24,14 +24,21 @@ from engine.prefix_cache import PrefixCache
 from engine.sampler import Choice, TokenLogprobs
 from engine.sequence import Sequence
 from protos import inference_pb2, worker_pb2
-from worker.answering_loop import AnsweringLoop
-from worker.engine_loop import PageOwners
-from worker.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened
-from worker.load_reporter import LoadReporter
-from worker.parts import WorkerParts
-from worker.rate import Rate
-from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
-from worker.stamps import Stamps
+from worker_runtime.answering_loop import AnsweringLoop
+from worker_runtime.engine_loop import PageOwners
+from worker_runtime.inbox import InboxMessage, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.load_reporter import LoadReporter
+from worker_runtime.parts import WorkerParts
+from worker_runtime.rate import Rate
+from worker_runtime.request import (
+    StopRule,
+    check_command,
+    failure_event,
+    logprobs_message,
+    prompt_logprobs,
+    sampling_params,
+)
+from worker_runtime.stamps import Stamps
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +62,7 @@ class _Request:
     """Of the prompt tokens after the first, so far; if asked for."""
 
 
-class ColocatedWorker(AnsweringLoop[ColocatedStep, _Request]):
+class ColocatedLoop(AnsweringLoop[ColocatedStep, _Request]):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:

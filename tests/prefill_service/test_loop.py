@@ -15,15 +15,15 @@ from kv_transfer.base import PageRegion, WriteState
 from kv_transfer.errors import PeerLost
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.transfer_thread import TransferThread
-from prefill_service import worker as prefill_worker
+from prefill_service import loop as prefill_worker
 from prefill_service.config import PrefillConfig
-from prefill_service.worker import PrefillWorker
+from prefill_service.loop import PrefillLoop
 from protos import inference_pb2, kv_pb2, worker_pb2
 from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker.inbox import CloseTicket, Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
-from worker.metrics import WorkerMetrics
-from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
+from worker_runtime.inbox import CloseTicket, Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.parts import WorkerParts
+from worker_runtime.process import MAX_FAILED_STEPS
 
 NUM_PAGES = 32
 
@@ -49,7 +49,7 @@ class Rig:
             worker_id="p", incarnation_id="1", agent_name="p/1", address="p:1", num_layer_groups=layer_groups,
         )  # fmt: skip
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
-        self.worker = PrefillWorker(parts, self.runner, config)
+        self.worker = PrefillLoop(parts, self.runner, config)
         self.transfers.start()
         connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint(), probe_id="test")
         self.command(connect_peer=connect)

@@ -7,17 +7,17 @@ import hashlib
 import pytest
 
 from decode_service.config import DecodeConfig
+from decode_service.loop import DecodeLoop
 from decode_service.ticket_closer import Writer
-from decode_service.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from kv_transfer.base import Notification
 from kv_transfer.transfer_thread import Fenced
 from protos import inference_pb2, kv_pb2, worker_pb2
 from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker.inbox import Drain, Inbox, SessionClosed, SessionCommand, WriterGone
-from worker.metrics import WorkerMetrics
-from worker.parts import WorkerParts
+from worker_runtime.inbox import Drain, Inbox, SessionClosed, SessionCommand, WriterGone
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.parts import WorkerParts
 
 NUM_PAGES = 16
 
@@ -68,7 +68,7 @@ class Rig:
             address="d:1",
         )  # fmt: skip
         config = DecodeConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
-        self.worker = DecodeWorker(parts, self.runner, self.closer, config)
+        self.worker = DecodeLoop(parts, self.runner, self.closer, config)
 
     def turn(self):
         """One turn of the loop, without waiting."""

@@ -37,14 +37,14 @@ from rpc.metrics import serve_metrics
 from rpc.process import install_stop_signals, prepare_process, write_ready_file
 from rpc.server import RpcServer, try_ports
 from rpc.tls import tls_files
-from worker.config import WorkerConfig, default_worker_id, new_incarnation_id
-from worker.engine_loop import EngineLoop
-from worker.health import TRANSFERS, Health
-from worker.inbox import Drain, Inbox, Stop
-from worker.metrics import WorkerMetrics
-from worker.parts import WorkerParts
-from worker.probe import KvProbePages
-from worker.session import Sessions, SessionServicer
+from worker_runtime.config import WorkerConfig, default_worker_id, new_incarnation_id
+from worker_runtime.engine_loop import EngineLoop
+from worker_runtime.health import TRANSFERS, Health
+from worker_runtime.inbox import Drain, Inbox, Stop
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.parts import WorkerParts
+from worker_runtime.probe import KvProbePages
+from worker_runtime.session import Sessions, SessionServicer
 
 log = logging.getLogger(__name__)
 

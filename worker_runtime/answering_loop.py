@@ -32,10 +32,10 @@ from engine.model_runner import PromptLogits, StepLogits, StepRunner
 from engine.sampler import Choice, SampledTokens, sample
 from engine.sequence import ScheduledSequence, Sequence
 from protos import worker_pb2
-from worker.config import Overlap
-from worker.engine_loop import EngineLoop
-from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
+from worker_runtime.config import Overlap
+from worker_runtime.engine_loop import EngineLoop
+from worker_runtime.parts import WorkerParts
+from worker_runtime.process import MAX_FAILED_STEPS
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import psutil
 import pytest
 import torch
 
-from worker import process
+from worker_runtime import process
 
 CPU = torch.device("cpu")
 

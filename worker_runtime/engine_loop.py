@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from worker.health import PAGES
-from worker.inbox import Drain, InboxMessage, Stop
-from worker.parts import WorkerParts
+from worker_runtime.health import PAGES
+from worker_runtime.inbox import Drain, InboxMessage, Stop
+from worker_runtime.parts import WorkerParts
 
 log = logging.getLogger(__name__)
 

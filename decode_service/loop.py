@@ -31,9 +31,9 @@ from kv_transfer.base import Notification
 from kv_transfer.tickets import IncomingTicket, TicketKey
 from kv_transfer.transfer_thread import Fenced
 from protos import kv_pb2, worker_pb2
-from worker.answering_loop import AnsweringLoop
-from worker.engine_loop import PageOwners
-from worker.inbox import (
+from worker_runtime.answering_loop import AnsweringLoop
+from worker_runtime.engine_loop import PageOwners
+from worker_runtime.inbox import (
     InboxMessage,
     QuarantineTimeout,
     SessionClosed,
@@ -43,10 +43,10 @@ from worker.inbox import (
     WriterGone,
     WriterMet,
 )
-from worker.load_reporter import LoadReporter
-from worker.parts import WorkerParts
-from worker.request import StopRule, check_command, failure_event, logprobs_message, sampling_params
-from worker.stamps import Stamps
+from worker_runtime.load_reporter import LoadReporter
+from worker_runtime.parts import WorkerParts
+from worker_runtime.request import StopRule, check_command, failure_event, logprobs_message, sampling_params
+from worker_runtime.stamps import Stamps
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Request:
     num_computed_prompt_tokens: int = 0
 
 
-class DecodeWorker(AnsweringLoop[DecodeStep, _Request]):
+class DecodeLoop(AnsweringLoop[DecodeStep, _Request]):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, closer: TicketCloser, config: DecodeConfig) -> None:

@@ -32,14 +32,21 @@ from kv_transfer.transfer_thread import PageWrite, PeerConnected, PeerDisconnect
 from prefill_service.config import PrefillConfig
 from prefill_service.scheduler import PrefillScheduler, PrefillStep
 from protos import inference_pb2, kv_pb2, worker_pb2
-from worker.engine_loop import EngineLoop, PageOwners
-from worker.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened
-from worker.load_reporter import LoadReporter
-from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
-from worker.rate import Rate
-from worker.request import StopRule, check_command, failure_event, logprobs_message, prompt_logprobs, sampling_params
-from worker.stamps import Stamps
+from worker_runtime.engine_loop import EngineLoop, PageOwners
+from worker_runtime.inbox import CloseTicket, InboxMessage, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.load_reporter import LoadReporter
+from worker_runtime.parts import WorkerParts
+from worker_runtime.process import MAX_FAILED_STEPS
+from worker_runtime.rate import Rate
+from worker_runtime.request import (
+    StopRule,
+    check_command,
+    failure_event,
+    logprobs_message,
+    prompt_logprobs,
+    sampling_params,
+)
+from worker_runtime.stamps import Stamps
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +112,7 @@ class _Probe:
     """Time of the first write, of one page; the second one has all pages."""
 
 
-class PrefillWorker(EngineLoop):
+class PrefillLoop(EngineLoop):
     """Owns scheduler, page pool and requests; only its thread touches them."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:

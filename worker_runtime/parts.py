@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from engine.model_runner import ModelRunner
 from engine.page_pool import PagePool
 from kv_transfer.transfer_thread import TransferThread
-from worker.health import Health
-from worker.inbox import Inbox, InboxMessage
-from worker.metrics import WorkerMetrics
-from worker.probe import ProbePages
-from worker.session import Sessions
+from worker_runtime.health import Health
+from worker_runtime.inbox import Inbox, InboxMessage
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.probe import ProbePages
+from worker_runtime.session import Sessions
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ import time
 
 import pytest
 
-from colocated_service import worker
+from colocated_service import loop as colocated_loop
 from colocated_service.config import ColocatedConfig
-from colocated_service.worker import ColocatedWorker
+from colocated_service.loop import ColocatedLoop
 from engine.config import EngineConfig
 from engine.page_pool import PagePool
 from protos import inference_pb2, worker_pb2
 from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker.inbox import Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
-from worker.metrics import WorkerMetrics
-from worker.parts import WorkerParts
-from worker.process import MAX_FAILED_STEPS
+from worker_runtime.inbox import Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.metrics import WorkerMetrics
+from worker_runtime.parts import WorkerParts
+from worker_runtime.process import MAX_FAILED_STEPS
 
 
 class Rig:
@@ -33,7 +33,7 @@ class Rig:
             address="c:1",
         )  # fmt: skip
         config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
-        self.worker = ColocatedWorker(parts, self.runner, config)
+        self.worker = ColocatedLoop(parts, self.runner, config)
 
     def turn(self, times=1):
         for _ in range(times):
@@ -235,7 +235,7 @@ def test_logprobs_of_a_prompt_do_not_hold_back_running_answers(monkeypatch):
     sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=0, prompt_logprobs=True)
     rig.generate("new", token_ids=range(1, 9), sampling=sampling)
     monkeypatch.setattr(rig.sessions, "flush", lambda: log.append(f"{len(rig.tokens('running'))} tokens are out"))
-    take = worker.prompt_logprobs
-    monkeypatch.setattr(worker, "prompt_logprobs", lambda prompt: (log.append("wait"), take(prompt))[1])
+    take = colocated_loop.prompt_logprobs
+    monkeypatch.setattr(colocated_loop, "prompt_logprobs", lambda prompt: (log.append("wait"), take(prompt))[1])
     rig.turn()
     assert log[:2] == ["2 tokens are out", "wait"]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from protos import worker_pb2
-from worker.health import PAGES, Health
+from worker_runtime.health import PAGES, Health
 
 
 def stand_still(event):

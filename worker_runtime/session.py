@@ -15,8 +15,8 @@ import grpc
 
 from kv_transfer.layout import PROTOCOL_VERSION
 from protos import worker_pb2, worker_pb2_grpc
-from worker.health import Health
-from worker.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.health import Health
+from worker_runtime.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
 
 log = logging.getLogger(__name__)
 

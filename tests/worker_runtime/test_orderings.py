@@ -6,11 +6,11 @@ import pytest
 
 from engine.sampler import Choice
 from protos import worker_pb2
-from tests.colocated_service.test_worker import Rig as ColocatedRig
-from tests.decode_service.test_worker import Rig as DecodeRig
-from tests.prefill_service.test_worker import Rig as PrefillRig
-from worker import answering_loop
-from worker.inbox import SessionCommand
+from tests.colocated_service.test_loop import Rig as ColocatedRig
+from tests.decode_service.test_loop import Rig as DecodeRig
+from tests.prefill_service.test_loop import Rig as PrefillRig
+from worker_runtime import answering_loop
+from worker_runtime.inbox import SessionCommand
 
 STOP = 3
 """The token that ends an answer in these tests."""
@@ -74,8 +74,8 @@ def device(rig, monkeypatch):
 
 
 def test_no_event_of_a_turn_goes_out_before_the_step_that_it_may_contradict_is_over(rig, device):
-    """An answer has ended, but the step in flight still has a row of it and writes to its pages. They are given to a new
-    request in the next turn: its ticket must not reach a writer before that step is over."""
+    """An answer has ended, but the step in flight still has a row of it and writes to its pages. They are given to
+    a new request in the next turn: its ticket must not reach a writer before that step is over."""
     device.stops.add(("ends#0", 3))
     while not any(output.finish_reason for event in rig.sessions.of("step_output") for output in event.outputs):
         rig.turn()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from protos import worker_pb2
-from worker import session
-from worker.inbox import Inbox, SessionClosed
-from worker.session import Sessions
+from worker_runtime import session
+from worker_runtime.inbox import Inbox, SessionClosed
+from worker_runtime.session import Sessions
 
 
 def load(number):
