@@ -101,7 +101,7 @@ def main(
 
 def _sampling_seconds(logits: torch.Tensor, sequences: list[Sequence], params: SamplingParams, repeats: int) -> float:
     asked = [Sequence(s.sequence_id, s.token_ids, s.num_prompt_tokens // 2, params) for s in sequences]
-    return typical(lambda: sample(logits, asked).choices(), repeats)
+    return typical(lambda: sample(logits, asked).wait(), repeats)
 
 
 if __name__ == "__main__":

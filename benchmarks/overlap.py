@@ -29,7 +29,7 @@ from engine.attention.flashinfer import lay_out
 from engine.config import EngineConfig
 from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
 from engine.page_pool import PagePool
-from engine.sampler import SampledTokens
+from engine.sampler import SampledBatch
 from engine.sequence import ScheduledSequence, num_pages_for
 from engine.step_inputs import step_inputs
 from protos import worker_pb2
@@ -58,7 +58,7 @@ class StandIn:
         self,
         batch: Seq[ScheduledSequence],
         on_layer_group: OnLayerGroup | None = None,
-        previous: SampledTokens | None = None,
+        previous: SampledBatch | None = None,
     ) -> StepLogits:
         """See `StepRunner.run`: the host's part of it, and the step before is waited for."""
         step_inputs(batch, previous, torch.device("cpu"))

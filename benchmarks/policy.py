@@ -20,7 +20,7 @@ from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
 from kvferry.client import AsyncClient
 from kvferry.local import ClusterConfig, LocalCluster
-from prefill_service.scheduler import Policy
+from rpc.prompt_order import PromptOrder
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def main(
     for column in ("policy", "short: TTFT p50 s", "p95 s", "max s", "long: TTFT s"):
         table.add_column(column, justify="right")
     outcomes: dict[str, Outcome] = {}
-    for policy in get_args(Policy):
+    for policy in get_args(PromptOrder):
         console.print(f"running {policy} ...")
         config = ClusterConfig(
             model=model, dtype=dtype, token_budget=token_budget, policy=policy, port=0, log_level="error"

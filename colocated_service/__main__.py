@@ -6,33 +6,34 @@ import tyro
 
 from colocated_service.config import ColocatedConfig
 from colocated_service.loop import ColocatedLoop
-from engine.errors import ModelLoadError
-from kv_transfer.errors import TransferError
-from prefill_service.scheduler import SLOWDOWN
 from protos import worker_pb2
-from rpc.config import ConfigError
 from rpc.process import run_process
-from rpc.server import PortInUse
-from worker_runtime.parts import WorkerParts
-from worker_runtime.process import run_worker
-
-EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
+from rpc.prompt_order import SLOWDOWN
+from worker_runtime.errors import EXPECTED_ERRORS
+from worker_runtime.process import TierOfWorker, run_worker
 
 
 def serve(config: ColocatedConfig) -> int:
     """Runs the worker until it is told to stop."""
+    tier = TierOfWorker(
+        worker_pb2.TIER_COLOCATED,
+        build_loop=lambda parts, runner, rng: ColocatedLoop(parts, runner, config),
+        token_budget=config.token_budget,
+        slowdown=SLOWDOWN[config.prompt_order],
+        moves_pages=False,
+    )
+    return run_worker(config, tier)
 
-    def build_loop(parts: WorkerParts) -> ColocatedLoop:
-        return ColocatedLoop(parts, parts.runner, config)
 
-    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.prompt_order])
-    return run_worker(config, worker_pb2.TIER_COLOCATED, limits, build_loop, [])
+def run(config: ColocatedConfig) -> None:
+    """Runs the worker and ends this process."""
+    run_process(lambda: serve(config), EXPECTED_ERRORS)
 
 
 def main() -> None:
     """Reads the command line and runs."""
     config = tyro.cli(tyro.conf.OmitArgPrefixes[ColocatedConfig], description=ColocatedConfig.__doc__)
-    run_process(lambda: serve(config), EXPECTED_ERRORS)
+    run(config)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colocated_service.scheduler import StepPolicy
-from prefill_service.scheduler import Policy
+from rpc.prompt_order import PromptOrder
 from worker_runtime.config import Overlap, WorkerConfig
 
 
@@ -15,10 +15,10 @@ class ColocatedConfig(WorkerConfig):
 
     token_budget: int = 512
     """Tokens per step: in mixed steps those of running answers and the rest for prompts."""
-    policy: StepPolicy = "mixed"
+    step_policy: StepPolicy = "mixed"
     """mixed: each step gives every running answer a token and the rest of the budget to chunks of prompts;
     prefill_first: prompts are computed before any answer goes on."""
-    prompt_order: Policy = "fcfs"
+    prompt_order: PromptOrder = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
     overlap: Overlap = "auto"
     """Plan and launch a step while the one before it is computed. auto: on a GPU."""
@@ -29,7 +29,7 @@ class ColocatedConfig(WorkerConfig):
         super().__post_init__()
         if self.token_budget < 1:
             raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")
-        if self.policy == "mixed" and self.token_budget <= self.max_num_sequences:
+        if self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
             raise ValueError(
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "with mixed steps the budget must be larger, or running answers leave nothing for prompts"

@@ -1,52 +1,34 @@
-"""Both phases over one page pool: the two tiers' schedulers, composed. Pure, as they are.
+"""Both phases over one page pool: the schedulers of the two tiers, composed. Pure, as they are.
 
-waiting ──> running prompt ── all computed ──> running answer ──> finished
-   ^                                               │
-   └──────── pages ran out: computed again ────────┘
+waiting ──> running prompt ── all computed ──> decoding ──> finished
+   ^                                              │
+   └──────── preempted: computed again ───────────┘
 
-* ``mixed`` (Sarathi-Serve, Agrawal et al., OSDI 2024): every step gives each running answer a token, and the rest of
-  the token budget to chunks of prompts, so that a long prompt never stalls answers for longer than a step.
-* ``prefill_first`` (as mini-sglang does): prompts go before answers; best for time to first token, worst for pauses.
+* ``mixed`` (Sarathi-Serve, Agrawal et al., OSDI 2024): every step gives each decoding sequence a token, and the rest of
+  the token budget to chunks of prompts. A long prompt never stalls decoding sequences for longer than a step.
+* ``prefill_first`` (as mini-sglang does): prompts go before decoding. Best for time to first token, worst for gaps
+  between tokens.
 
-When pages run out, half-done prompts give theirs back before an answer has to; the youngest answer that has to go
-waits as a prompt again, with the tokens it has, and is computed again in place.
+When pages run out, half-computed prompts give theirs back before a decoding sequence has to. The youngest decoding
+sequence that has to go waits as a prompt again, with the tokens it has, and is computed again in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 from decode_service.scheduler import DecodeScheduler
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
-from engine.sequence import ScheduledSequence, Sequence
-from prefill_service.scheduler import Policy, PrefillScheduler, PrefillStep
+from engine.sequence import Sequence
+from prefill_service.scheduler import PrefillScheduler
+from rpc.prompt_order import PromptOrder
+from worker_runtime.step import SchedulerLoad, Step, StepLimits
 
 StepPolicy = Literal["mixed", "prefill_first"]
-
-
-@dataclass(frozen=True)
-class ColocatedStep:
-    """What the next step computes: answers first, then chunks of prompts."""
-
-    answers: tuple[ScheduledSequence, ...]
-    prompts: tuple[ScheduledSequence, ...]
-    expired: tuple[Sequence, ...] = ()
-    """Prompts that are too late to be computed."""
-    preempted: tuple[Sequence, ...] = ()
-    """Answers that had to give their pages back; they wait as prompts again."""
-
-    @property
-    def batch(self) -> tuple[ScheduledSequence, ...]:
-        """Everything, for one run of the model."""
-        return self.answers + self.prompts
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens of the step."""
-        return sum(entry.num_new_tokens for entry in self.prompts)
+NOTHING = Step()
 
 
 @dataclass(eq=False)
@@ -56,7 +38,6 @@ class _Known:
     sequence: Sequence
     max_tokens: int
     priority: int
-    deadline: float | None
     was_preempted: bool = False
 
 
@@ -70,95 +51,94 @@ class ColocatedScheduler:
         page_size: int,
         token_budget: int,
         max_num_sequences: int,
-        policy: StepPolicy = "mixed",
-        prompt_order: Policy = "fcfs",
+        step_policy: StepPolicy = "mixed",
+        prompt_order: PromptOrder = "fcfs",
     ) -> None:
-        self._token_budget, self._max_num_sequences, self._policy = token_budget, max_num_sequences, policy
+        self._token_budget, self._max_num_sequences, self._step_policy = token_budget, max_num_sequences, step_policy
         self.prompts = PrefillScheduler(
             pool, cache, page_size, token_budget, max_num_sequences, prompt_order, self._growth_pages
         )
-        self.answers = DecodeScheduler(pool, cache, page_size, max_num_sequences)
+        self.decodes = DecodeScheduler(pool, cache, page_size, max_num_sequences)
         self._known: dict[str, _Known] = {}
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence, prompt and longest answer, fits an empty pool."""
-        return self.answers.can_ever_fit(num_tokens)
+        """Whether a sequence, prompt and longest output, fits an empty pool."""
+        return self.decodes.can_ever_fit(num_tokens)
 
     def add(self, sequence: Sequence, max_tokens: int, priority: int = 0, deadline: float | None = None) -> None:
-        """Queues a prompt. deadline: on the clock of `schedule`'s `now`, for its first token."""
-        self._known[sequence.sequence_id] = _Known(sequence, max_tokens, priority, deadline)
+        """Queues a prompt. deadline: for its first token, on the clock of `StepLimits.now`."""
+        self._known[sequence.sequence_id] = _Known(sequence, max_tokens, priority)
         self.prompts.add(sequence, priority, deadline)
 
-    def schedule(
-        self,
-        now: float = 0.0,
-        prompt_tokens_per_second: float | None = None,
-        find_pages: Callable[[], bool] = lambda: False,
-    ) -> ColocatedStep | None:
-        """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
-
-        find_pages: see `DecodeScheduler.schedule`; asked before half-done prompts give theirs back for an answer.
-        """
-        if self._policy == "prefill_first":
-            prompts = self._schedule_prompts(now, prompt_tokens_per_second, self._token_budget)
-            if prompts is not None and prompts.batch:
-                return ColocatedStep((), prompts.batch, prompts.expired)
-            answers, preempted = self._schedule_answers(find_pages)
+    def schedule(self, limits: StepLimits = StepLimits()) -> Step | None:  # noqa: B008
+        """See `Scheduler.schedule`."""
+        if self._step_policy == "prefill_first":
+            prompts = self._schedule_prompts(limits, self._token_budget)
+            decodes = self._schedule_decodes(limits) if not prompts.prompts else NOTHING
         else:
-            answers, preempted = self._schedule_answers(find_pages)
-            prompts = self._schedule_prompts(now, prompt_tokens_per_second, self._token_budget - len(answers))
-        if prompts is None and not answers and not preempted:
-            return None
-        return ColocatedStep(answers, prompts.batch if prompts else (), prompts.expired if prompts else (), preempted)
+            decodes = self._schedule_decodes(limits)
+            if decodes.is_short_of_pages:
+                return decodes
+            prompts = self._schedule_prompts(limits, self._token_budget - len(decodes.decodes))
+        step = dataclasses.replace(decodes, prompts=prompts.prompts, expired=prompts.expired)
+        return step if step != NOTHING else None
 
-    def update(self, step: ColocatedStep) -> None:
-        """Takes note that a step was computed, or launched. Prompts that are done become answers, whose next token may
-        be added."""
-        for entry in step.answers:
-            entry.sequence.num_computed_tokens += entry.num_new_tokens
-        self.prompts.update(PrefillStep(step.prompts))
+    def update(self, step: Step) -> None:
+        """See `Scheduler.update`. Computed prompts begin to decode: their next token may be added."""
+        self.decodes.update(step)
+        self.prompts.update(step)
         for entry in step.prompts:
             if entry.sequence.num_uncomputed_tokens == 0:
                 known = self._known[entry.sequence.sequence_id]
-                self.answers.adopt(entry.sequence, known.max_tokens, known.was_preempted)
+                self.decodes.adopt(entry.sequence, known.max_tokens, known.was_preempted)
 
     def finish(self, sequence: Sequence) -> None:
-        """A sequence ended here, in whatever phase; the length of an answer is worth knowing."""
+        """See `Scheduler.finish`. The length of an output is learned."""
         if self._known.pop(sequence.sequence_id, None) is not None:
-            self.answers.finish(sequence)
+            self.decodes.finish(sequence)
             self.prompts.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Forgets a sequence, wherever it is, and lets go of its pages."""
+        """See `Scheduler.abort`."""
         if self._known.pop(sequence.sequence_id, None) is not None:
-            self.answers.release(sequence)
+            self.decodes.abort(sequence)
             self.prompts.abort(sequence)
 
-    def _growth_pages(self, sequence: Sequence) -> int:
-        return self.answers.forecast_pages(sequence, self._known[sequence.sequence_id].max_tokens)
+    def load(self) -> SchedulerLoad:
+        """See `Scheduler.load`."""
+        return dataclasses.replace(
+            self.prompts.load(),
+            sequences={
+                "waiting": self.prompts.num_waiting,
+                "prompt": self.prompts.num_running,
+                "running": self.decodes.num_running,
+            },
+            expected_growth_pages=self.decodes.expected_growth_pages,
+        )
 
-    def _schedule_answers(
-        self, find_pages: Callable[[], bool]
-    ) -> tuple[tuple[ScheduledSequence, ...], tuple[Sequence, ...]]:
-        step = self.answers.schedule(lambda: find_pages() or self.prompts.give_back_youngest())
-        if step is None:
-            return (), ()
+    def _growth_pages(self, sequence: Sequence) -> int:
+        return self.decodes.forecast_pages(sequence, self._known[sequence.sequence_id].max_tokens)
+
+    def _schedule_decodes(self, limits: StepLimits) -> Step:
+        # Before a decoding sequence is preempted, half-computed prompts give their pages back.
+        step = self.decodes.schedule(dataclasses.replace(limits, may_preempt=False)) or NOTHING
+        while step.is_short_of_pages and limits.may_preempt:
+            may_preempt = not self.prompts.give_back_youngest()
+            step = self.decodes.schedule(dataclasses.replace(limits, may_preempt=may_preempt)) or NOTHING
         for sequence in step.preempted:
             known = self._known[sequence.sequence_id]
             known.was_preempted = True
             sequence.num_computed_tokens = sequence.num_cached_tokens = sequence.num_published_pages = 0
-            # Its client has tokens already, so the deadline for the first one does not count any more.
+            # The client has tokens already, so the deadline for the first one does not count any more.
             self.prompts.add(sequence, known.priority, None, is_resumed=True)
-        return step.batch, step.preempted
+        return step
 
-    def _schedule_prompts(
-        self, now: float, prompt_tokens_per_second: float | None, token_budget: int
-    ) -> PrefillStep | None:
+    def _schedule_prompts(self, limits: StepLimits, token_budget: int) -> Step:
         has_prompts = self.prompts.num_waiting or self.prompts.num_running
-        return self.prompts.schedule(
-            now,
-            prompt_tokens_per_second,
-            reserved_pages=self.answers.peak_growth_pages if has_prompts else 0,
+        limits = dataclasses.replace(
+            limits,
             token_budget=max(token_budget, 0),
-            max_running=self._max_num_sequences - self.answers.num_sequences,
+            max_num_prompts=self._max_num_sequences - self.decodes.num_sequences,
+            reserved_pages=self.decodes.peak_growth_pages if has_prompts else 0,
         )
+        return self.prompts.schedule(limits) or NOTHING

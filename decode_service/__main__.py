@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
+import random
+
 import tyro
 
 from decode_service.config import DecodeConfig
 from decode_service.loop import DecodeLoop
-from decode_service.ticket_closer import TicketCloser
-from engine.errors import ModelLoadError
-from kv_transfer.errors import TransferError
+from decode_service.ticket_revoker import GrpcWriters, TicketRevoker
+from engine.model_runner import StepRunner
 from protos import worker_pb2
-from rpc.config import ConfigError
 from rpc.process import run_process
-from rpc.server import PortInUse
 from rpc.tls import tls_files
+from worker_runtime.errors import EXPECTED_ERRORS
 from worker_runtime.parts import WorkerParts
-from worker_runtime.process import run_worker
-
-EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
+from worker_runtime.process import TierOfWorker, run_worker
 
 
 def serve(config: DecodeConfig) -> int:
     """Runs the worker until it is told to stop."""
 
-    def build_loop(parts: WorkerParts) -> DecodeLoop:
-        closer = TicketCloser(parts.loop, parts.inbox, tls_files(config.process))
-        return DecodeLoop(parts, parts.runner, closer, config)
+    def build_loop(parts: WorkerParts, runner: StepRunner, rng: random.Random) -> DecodeLoop:
+        writers = GrpcWriters(tls_files(config.process))
+        return DecodeLoop(parts, runner, TicketRevoker(parts.inbox, writers, parts.clock, rng), config)
 
-    return run_worker(config, worker_pb2.TIER_DECODE, worker_pb2.WorkerLimits(), build_loop, [])
+    return run_worker(config, TierOfWorker(worker_pb2.TIER_DECODE, build_loop))
+
+
+def run(config: DecodeConfig) -> None:
+    """Runs the worker and ends this process."""
+    run_process(lambda: serve(config), EXPECTED_ERRORS)
 
 
 def main() -> None:
     """Reads the command line and runs."""
     config = tyro.cli(tyro.conf.OmitArgPrefixes[DecodeConfig], description=DecodeConfig.__doc__)
-    run_process(lambda: serve(config), EXPECTED_ERRORS)
+    run(config)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Which sequences a decode step advances, and whom to let in. Pure: no clock, socket, thread or tensor.
 
-reserved ── every page arrived ──> running ── EOS, a stop or a limit ──> released
-                                      └────── pages ran out ───────────> preempted: handed back to the router
+reserved ── every page arrived ──> running ── EOS, a stop or a limit ──> finished
+                                      └────── pages ran out ───────────> preempted: it goes back to the router
 
 A sequence is admitted if it fits together with the growth of all others. With ``admission="learned"`` growth is a
-forecast from answers that ended. What counts is the peak: at the end of each sequence, those that end later have
-grown until then, those that ended before have given their pages back (as in Gong et al., "Past-Future Scheduler",
-ASPLOS 2025). Where the forecast was too low, the youngest sequence outside the step is handed back.
-With ``admission="full"`` every admitted sequence is promised its longest answer, and none is ever handed back.
+forecast from outputs that have ended. What counts is the peak: at the end of each sequence, the sequences that end later
+have grown until then, and those that ended before have given their pages back (as in Gong et al., "Past-Future
+Scheduler", ASPLOS 2025). Where the forecast was too low, the youngest sequence outside the step is preempted.
+With ``admission="full"`` every admitted sequence is promised its longest output, and none is ever preempted.
 
 Prompt pages are taken at once, since they are written from outside; the rest when they are reached.
 """
@@ -15,7 +15,7 @@ Prompt pages are taken at once, since they are written from outside; the rest wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,19 +23,10 @@ from decode_service.growth import AnswerLengths
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
+from worker_runtime.step import SchedulerLoad, Step, StepLimits
 
 Shortage = Literal["pages", "sequences"]
-Admission = Literal["learned", "full"]
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """What the next step computes, and who has to go for it."""
-
-    batch: tuple[ScheduledSequence, ...]
-    """One token per sequence."""
-    preempted: tuple[Sequence, ...] = ()
-    """Their pages were needed: to be handed back to the router."""
+DecodeAdmission = Literal["learned", "full"]
 
 
 @dataclass(eq=False)
@@ -48,7 +39,7 @@ class _Admitted:
 
     @property
     def seniority(self) -> tuple[bool, int]:
-        """Smaller is handed back later: who was handed back before is not the next victim."""
+        """Smaller is preempted later: a sequence that was preempted before is not the next victim."""
         return (not self.was_preempted, self.arrival)
 
 
@@ -61,7 +52,7 @@ class DecodeScheduler:
         cache: PrefixCache,
         page_size: int,
         max_num_sequences: int,
-        admission: Admission = "learned",
+        admission: DecodeAdmission = "learned",
     ) -> None:
         self._pool, self._cache, self._page_size = pool, cache, page_size
         self._max_num_sequences, self._admission = max_num_sequences, admission
@@ -137,46 +128,31 @@ class DecodeScheduler:
         self._admitted[sequence.sequence_id].is_running = True
         self._cache.publish(sequence)
 
-    def schedule(self, find_pages: Callable[[], bool] = lambda: False) -> DecodeStep | None:
-        """Plans the next step, or None if nothing can run. Takes pages where a token begins a new one.
-
-        find_pages: asked before a sequence has to go; True: it may have made pages free, False: it has no more. It may
-        end sequences.
-        """
+    def schedule(self, limits: StepLimits = StepLimits()) -> Step | None:  # noqa: B008
+        """See `Scheduler.schedule`. Takes a page where a token begins a new one."""
         waiting = sorted((a for a in self._admitted.values() if _goes_on(a)), key=lambda a: a.seniority)
         batch: list[ScheduledSequence] = []
         preempted: list[Sequence] = []
         while waiting:
             first = waiting.pop(0)
             while not self._grow(first.sequence):
-                if find_pages():
-                    # Some may have ended by it.
-                    waiting = [a for a in waiting if self._is_admitted(a.sequence)]
-                    batch = [entry for entry in batch if self._is_admitted(entry.sequence)]
-                    if self._is_admitted(first.sequence):
-                        continue
-                    break
+                if not limits.may_preempt:
+                    return Step(is_short_of_pages=True)
                 if (victim := self._youngest_with_pages(waiting)) is None:
                     break
                 waiting.remove(victim)
                 preempted.append(self._preempt(victim))
-            if not self._is_admitted(first.sequence):
-                continue
             if self._has_room(first.sequence):
                 batch.append(ScheduledSequence(first.sequence, 1))
             elif batch:
                 preempted.append(self._preempt(first))
             elif (reserved := self._youngest_with_pages(self._being_filled())) is not None:
-                # Rather than that an older one waits for a foreign prompt: that one gives its reservation back.
+                # An older sequence must not wait for a foreign prompt: the reservation of that prompt goes.
                 preempted.append(self._preempt(reserved))
-            # Else it waits for a writer to let go of pages.
+            # Else the sequence waits for a writer to let go of pages.
         if preempted:
             self.lengths.ran_out()
-        return DecodeStep(tuple(batch), tuple(preempted)) if batch or preempted else None
-
-    def _is_admitted(self, sequence: Sequence) -> bool:
-        admitted = self._admitted.get(sequence.sequence_id)
-        return admitted is not None and admitted.sequence is sequence
+        return Step(decodes=tuple(batch), preempted=tuple(preempted)) if batch or preempted else None
 
     def _youngest_with_pages(self, candidates: Iterable[_Admitted]) -> _Admitted | None:
         """The next victim: the youngest that would give pages back."""
@@ -189,25 +165,32 @@ class DecodeScheduler:
             return []
         return [a for a in self._admitted.values() if not a.is_running]
 
-    def update(self, step: DecodeStep) -> None:
-        """Takes note that a step was computed, or launched."""
-        for entry in step.batch:
+    def update(self, step: Step) -> None:
+        """See `Scheduler.update`."""
+        for entry in step.decodes:
             entry.sequence.num_computed_tokens += entry.num_new_tokens
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence ended in its own time: its length is worth knowing, its pages stay as cache."""
+        """See `Scheduler.finish`. The length of the output is learned, and the pages stay cached."""
         admitted = self._admitted.get(sequence.sequence_id)
         if admitted is not None and admitted.is_running:
             self.lengths.learn(sequence.num_output_tokens - sequence.num_pending_tokens, admitted.max_tokens)
             self._cache.publish(sequence)
-        self.release(sequence)
+        self.abort(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """Forgets a sequence and lets go of its pages; those a writer may still touch are quarantined."""
+    def abort(self, sequence: Sequence) -> None:
+        """See `Scheduler.abort`. Pages that a writer may still touch are quarantined."""
         if self._admitted.pop(sequence.sequence_id, None) is not None:
             # From the end: a page is of no use to the cache without the pages before it.
             self._pool.release(reversed(sequence.page_table))
             sequence.page_table = []
+
+    def load(self) -> SchedulerLoad:
+        """See `Scheduler.load`."""
+        return SchedulerLoad(
+            {"receiving": self.num_sequences - self.num_running, "running": self.num_running},
+            expected_growth_pages=self.expected_growth_pages,
+        )
 
     def _fits(self, new: _Admitted, missing: int) -> bool:
         """Whether `missing` pages can be taken now, and those that all will need later."""
@@ -259,7 +242,7 @@ class DecodeScheduler:
         """Takes a sequence's pages. Those filled stay as cache while nobody needs them, for when it comes back."""
         if victim.is_running:
             self._cache.publish(victim.sequence)
-        self.release(victim.sequence)
+        self.abort(victim.sequence)
         return victim.sequence
 
 

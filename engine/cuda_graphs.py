@@ -23,7 +23,7 @@ import torch
 
 from engine.attention.flashinfer import FlashInferAttention, RecordedPlan
 from engine.loader import PLAN_KEYWORD
-from engine.sampler import SampledTokens
+from engine.sampler import SampledBatch
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 from engine.step_inputs import step_inputs
 
@@ -103,7 +103,7 @@ class StepGraphs:
             },
         )
 
-    def decode(self, batch: Seq[ScheduledSequence], previous: SampledTokens | None) -> torch.Tensor | None:
+    def decode(self, batch: Seq[ScheduledSequence], previous: SampledBatch | None) -> torch.Tensor | None:
         """Logits [len(batch), vocab_size] of a batch of single tokens, valid until the next call; None if it is none,
         or has more sequences than were recorded. previous: see `step_inputs`."""
         size = self._sizes.decode_size_for(len(batch))
@@ -125,7 +125,7 @@ class StepGraphs:
         self._replay(self._chunk, batch, None)
         return True
 
-    def _replay(self, recording: _Recording, batch: Seq[ScheduledSequence], previous: SampledTokens | None) -> None:
+    def _replay(self, recording: _Recording, batch: Seq[ScheduledSequence], previous: SampledBatch | None) -> None:
         recording.plan.update(batch)
         token_ids, positions = step_inputs(batch, previous, self._backend.device)
         recording.token_ids.copy_(token_ids)

@@ -18,7 +18,7 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-class Launched:
+class DeviceEvent:
     """A place in the device's work: everything launched before it is computed once it is reached."""
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class ToHost:
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
-        self._launched: Launched | None = None
+        self._launched: DeviceEvent | None = None
         if values.device.type == "cuda":
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._launched = Launched()
+            self._launched = DeviceEvent()
 
     def wait(self) -> torch.Tensor:
         """The values, once they are there."""

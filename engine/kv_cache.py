@@ -1,6 +1,6 @@
 """The memory of a worker's KV pages: one tensor, page-major and head-major.
 
-    [num_pages + NUM_PROBE_PAGES, num_layers, 2, num_kv_heads, page_size, head_dim]
+    [num_pages + NUM_TEST_PAGES, num_layers, 2, num_kv_heads, page_size, head_dim]
 
 A page of all layers is one contiguous run, so one write moves it; a head slice of a layer is contiguous too.
 """
@@ -14,7 +14,7 @@ import torch
 PAGE_AXES = "layer,kv,head,token,dim"
 MOST_LAYER_GROUPS = 4
 """Into so many parts, at most, a page can be cut to be sent layer by layer."""
-NUM_PROBE_PAGES = 4
+NUM_TEST_PAGES = 4
 """Pages behind those of the pool that tests of connections are written to; no sequence ever has them."""
 
 
@@ -33,12 +33,12 @@ class KvCache:
     def __init__(
         self, num_pages: int, page_size: int, shape: KvShape, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> None:
-        self.num_pages, self.num_probe_pages = num_pages, NUM_PROBE_PAGES
+        self.num_pages, self.num_test_pages = num_pages, NUM_TEST_PAGES
         self.page_size = page_size
         self.shape = shape
         # Zeros, not uninitialised memory: attention multiplies padding by 0, and 0 * NaN is NaN.
         self.tensor = torch.zeros(
-            (num_pages + NUM_PROBE_PAGES, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim),
+            (num_pages + NUM_TEST_PAGES, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim),
             dtype=dtype,
             device=device,
         )

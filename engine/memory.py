@@ -82,7 +82,7 @@ def _measure_step(loaded: LoadedModel, config: EngineConfig, num_tokens: int, nu
     runner = ModelRunner(loaded, cache, backend)
     logits = runner.run(batch).logits
     assert logits is not None  # every sequence is computed to its end
-    sample(logits, [entry.sequence for entry in batch]).choices()
+    sample(logits, [entry.sequence for entry in batch]).wait()
     torch.cuda.synchronize(loaded.device)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before - cache_bytes
     if isinstance(backend, TorchPagedAttention):

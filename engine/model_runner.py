@@ -18,10 +18,10 @@ from engine.attention.base import AttentionBackend, AttentionOptions, AttentionP
 from engine.attention.choice import choose_attention
 from engine.attention.flashinfer import FlashInferAttention
 from engine.cuda_graphs import GraphSizes, StepGraphs
-from engine.device import IsWritten, Launched, to_device
+from engine.device import DeviceEvent, IsWritten, to_device
 from engine.kv_cache import KvCache
 from engine.loader import PLAN_KEYWORD, LoadedModel
-from engine.sampler import SampledTokens
+from engine.sampler import SampledBatch, sample
 from engine.sequence import ScheduledSequence, Sequence
 from engine.step_inputs import step_inputs
 
@@ -68,13 +68,17 @@ class StepRunner(Protocol):
         self,
         batch: Seq[ScheduledSequence],
         on_layer_group: OnLayerGroup | None = None,
-        previous: SampledTokens | None = None,
+        previous: SampledBatch | None = None,
     ) -> StepLogits:
         """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence.
 
         Pages may be sent once `StepLogits.is_written`; those of early layers sooner, with `on_layer_group`.
         previous: what the last step chose; it has the pending tokens of sequences in the batch.
         """
+        ...
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledBatch:
+        """Samples the next token of each sequence; see `engine.sampler.sample`."""
         ...
 
     def settle(self) -> None:
@@ -98,7 +102,7 @@ class ModelRunner:
         self._layers_per_group = loaded.kv_shape.num_layers // kv_cache.num_layer_groups
         self.backend: AttentionBackend = backend or choose_attention(loaded, kv_cache)
         self._graphs = self._record(loaded, graph_sizes)
-        self._last_step: Launched | None = None
+        self._last_step: DeviceEvent | None = None
 
     @torch.inference_mode()
     def _record(self, loaded: LoadedModel, sizes: GraphSizes | None) -> StepGraphs | None:
@@ -120,7 +124,7 @@ class ModelRunner:
         self,
         batch: Seq[ScheduledSequence],
         on_layer_group: OnLayerGroup | None = None,
-        previous: SampledTokens | None = None,
+        previous: SampledBatch | None = None,
     ) -> StepLogits:
         """See `StepRunner.run`. Pages for all new tokens must be in the page tables."""
         is_plain = on_layer_group is None and not any(map(_wants_prompt_logits, batch))
@@ -131,6 +135,10 @@ class ModelRunner:
             if self._graphs.chunk(batch):
                 return StepLogits([], None, is_written=self._launched())
         return self._run_forward(batch, on_layer_group, previous)
+
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledBatch:
+        """See `StepRunner.sample`."""
+        return sample(logits, sequences)
 
     def settle(self) -> None:
         """See `StepRunner.settle`. Raises RuntimeError if the device is broken."""
@@ -148,7 +156,7 @@ class ModelRunner:
         return self._graphs is not None
 
     def _run_forward(
-        self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None, previous: SampledTokens | None
+        self, batch: Seq[ScheduledSequence], on_layer_group: OnLayerGroup | None, previous: SampledBatch | None
     ) -> StepLogits:
         num_tokens = 0
         sampled: list[ScheduledSequence] = []
@@ -188,7 +196,7 @@ class ModelRunner:
         """After a launch: what tells that it is computed. Waits for the step before."""
         if self._device.type != "cuda":
             return None
-        launched = Launched()
+        launched = DeviceEvent()
         if self._last_step is not None:
             self._last_step.wait()
         self._last_step = launched
@@ -215,6 +223,6 @@ class _GroupedPlan:
         """See `AttentionPlan.attend`."""
         output = self._plan.attend(layer, query, key, value, options)
         if (layer + 1) % self._layers_per_group == 0:
-            is_written = Launched().is_done if self._device.type == "cuda" else None
+            is_written = DeviceEvent().is_done if self._device.type == "cuda" else None
             self._on_layer_group(layer // self._layers_per_group, is_written)
         return output

@@ -47,7 +47,7 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """The next token of one sequence."""
 
     token_id: int | None
@@ -56,8 +56,8 @@ class Choice:
     """If asked for: those of the model, before penalties, bias, temperature and filters."""
 
 
-class SampledTokens:
-    """One chosen token per row, on the device where a next step can use them, and on their way to the host."""
+class SampledBatch:
+    """One sampled token per row: on the device, where the next step can use it, and on its way to the host."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class SampledTokens:
         self._logprobs = logprobs
         self._both = ToHost(torch.stack((token_ids, is_usable.to(token_ids.dtype))))
 
-    def choices(self) -> list[Choice]:
-        """What was chosen, by row. The one time that a device is waited for."""
+    def wait(self) -> list[SampledToken]:
+        """The tokens by row, once the device has sampled them. The one time that the host waits for a device."""
         token_ids, is_usable = self._both.wait().tolist()
         logprobs = self._logprobs.wait()
         return [
-            Choice(token, logprobs.get(row)) if usable else Choice(None)
+            SampledToken(token, logprobs.get(row)) if usable else SampledToken(None)
             for row, (token, usable) in enumerate(zip(token_ids, is_usable, strict=True))
         ]
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledBatch:
     """Chooses one token per row of `logits` [len(sequences), vocab_size] (float32), which are not changed.
 
     Does not wait for a device, unless rows have filters (top_p, top_k, min_p): how far those must look depends on what
@@ -105,7 +105,7 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledTokens:
             places = to_device(torch.tensor(rows), logits.device)
             tokens[places] = _Draw(adjusted[places], [sequences[row] for row in rows]).tokens()
     tokens = torch.where(usable, tokens, 0)
-    return SampledTokens(sequences, tokens, usable, _AskedLogprobs(logits, sequences, tokens))
+    return SampledBatch(sequences, tokens, usable, _AskedLogprobs(logits, sequences, tokens))
 
 
 def _slices(rows: list[int], logits: torch.Tensor) -> list[list[int]]:

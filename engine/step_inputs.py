@@ -7,12 +7,12 @@ from collections.abc import Sequence as Seq
 import torch
 
 from engine.device import to_device
-from engine.sampler import SampledTokens
+from engine.sampler import SampledBatch
 from engine.sequence import ScheduledSequence
 
 
 def step_inputs(
-    batch: Seq[ScheduledSequence], previous: SampledTokens | None, device: torch.device
+    batch: Seq[ScheduledSequence], previous: SampledBatch | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and positions of all new tokens, each [1, tokens].
 

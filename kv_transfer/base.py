@@ -25,7 +25,7 @@ class PageRegion:
     memory_type: str = "DRAM"
     """"DRAM" or "VRAM"."""
     device_id: int = 0
-    num_probe_pages: int = 0
+    num_test_pages: int = 0
     """The last ones, which only tests of connections are written to."""
     num_layer_groups: int = 1
     """Equal parts of a page, each the pages' share of some layers, that can be written by themselves."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from kv_transfer.errors import LayoutMismatch
 from protos import kv_pb2
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -151,11 +151,11 @@ def make_endpoint(transport: str, agent_name: str, metadata: bytes, region: Page
         agent_name=agent_name,
         agent_metadata=metadata,
         base_address=region.base_address,
-        num_pages=region.num_pages - region.num_probe_pages,
+        num_pages=region.num_pages - region.num_test_pages,
         page_bytes=region.page_bytes,
         memory_type=region.memory_type,
         device_id=region.device_id,
-        num_probe_pages=region.num_probe_pages,
+        num_test_pages=region.num_test_pages,
     )
 
 

@@ -144,7 +144,7 @@ class NixlTransport:
         check_page_bytes(self.region, endpoint)
         remote = PageRegion(
             endpoint.base_address,
-            endpoint.num_pages + endpoint.num_probe_pages,
+            endpoint.num_pages + endpoint.num_test_pages,
             endpoint.page_bytes,
             endpoint.memory_type,
             endpoint.device_id,

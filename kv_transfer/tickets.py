@@ -13,23 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kv_transfer.request_ref import RequestRef
 from protos import kv_pb2
-
-TicketKey = tuple[str, int]
-"""(request id, attempt)"""
 
 
 class IncomingTicket:
     """The owner's view: which pages have arrived."""
 
-    def __init__(self, request_id: str, attempt: int, page_ids: list[int], writer_agent_name: str) -> None:
-        self.key: TicketKey = (request_id, attempt)
+    def __init__(self, ref: RequestRef, page_ids: list[int], writer_agent_name: str) -> None:
+        self.ref = ref
         self.page_ids = page_ids
         self.writer_agent_name = writer_agent_name
         self.first_token: int | None = None
         self.is_closed = False
         self.close_reason = ""
-        self.answer_ended = False
+        self.ended_with_first_token = False
         self._missing = set(range(len(page_ids)))
 
     @property
@@ -54,14 +52,14 @@ class IncomingTicket:
             news = True
         if notification.closed:
             self.is_closed, self.close_reason = True, notification.close_reason
-            self.answer_ended = notification.answer_ended
+            self.ended_with_first_token = notification.ended_with_first_token
             news = True
         return news
 
 
 @dataclass(frozen=True)
 class TicketWrite:
-    """The next pages to send: places in the ticket, and the message that follows them."""
+    """The next pages to send: indices in the ticket, and the message that follows them."""
 
     first_page: int
     num_pages: int
@@ -72,8 +70,7 @@ class OutgoingTicket:
     """The writer's view: what was sent, what is open."""
 
     def __init__(self, ticket: kv_pb2.PageTicket) -> None:
-        self.request_id, self.attempt = ticket.request_id, ticket.attempt
-        self.key: TicketKey = (ticket.request_id, ticket.attempt)
+        self.ref = RequestRef.from_proto(ticket.ref)
         self.agent_name = ticket.agent_name
         self.page_ids = tuple(ticket.page_ids)
         self.first_page_index = ticket.first_page_index
@@ -100,9 +97,7 @@ class OutgoingTicket:
         first, count = self.num_posted, end - self.num_posted
         if count == 0 and first_token is None:
             return None
-        message = kv_pb2.KvNotification(
-            request_id=self.request_id, attempt=self.attempt, first_page=first, num_pages=count
-        )
+        message = kv_pb2.KvNotification(ref=self.ref.to_proto(), first_page=first, num_pages=count)
         if first_token is not None:
             message.first_token.token_id = first_token
             self.is_first_token_posted = True
@@ -112,12 +107,12 @@ class OutgoingTicket:
 
     @property
     def unsent_pages(self) -> range:
-        """Places of the pages that no `next_write` was about yet."""
+        """Indices of the pages that no `next_write` was about yet."""
         return range(self.num_posted, len(self.page_ids))
 
     def next_early_write(self) -> range:
         """A write of some layers of all unsent pages, of which the owner is not told: it hears of the pages when the
-        `next_write` that completes them has ended. Returns their places."""
+        `next_write` that completes them has ended. Returns their indices."""
         self.num_open_writes += 1
         return self.unsent_pages
 
@@ -130,12 +125,11 @@ class OutgoingTicket:
         """Starts nothing more on this ticket."""
         self.is_stopped = True
 
-    def closed_message(self, reason: str, answer_ended: bool) -> bytes:
+    def closed_message(self, reason: str, ended_with_first_token: bool) -> bytes:
         """The message that lets the owner reuse the pages; to be sent once terminal, and not after a failed write."""
         return kv_pb2.KvNotification(
-            request_id=self.request_id,
-            attempt=self.attempt,
+            ref=self.ref.to_proto(),
             closed=True,
             close_reason=reason,
-            answer_ended=answer_ended,
+            ended_with_first_token=ended_with_first_token,
         ).SerializeToString()

@@ -60,7 +60,7 @@ class WriteEnded:
     write: PageWrite
     ok: bool
     started: float
-    """time.monotonic() when it was posted."""
+    """When it was posted, on the thread's clock."""
     ended: float
     reason: str = ""
 
@@ -144,8 +144,12 @@ class TransferThread:
         transport: Transport,
         deliver: Callable[[TransferEvent], None],
         prepare_thread: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """deliver: called on this thread for every event; must not block. prepare_thread: called on it first."""
+        """deliver: called on this thread for every event; must not block. prepare_thread: called on it first.
+        now: the clock of all times that are told or compared here.
+        """
+        self._now = now
         self._transport, self._deliver, self._prepare_thread = transport, deliver, prepare_thread
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: list[_OpenWrite] = []
@@ -156,7 +160,7 @@ class TransferThread:
         self._fences: list[_Fence] = []
         self._last_end: dict[str, float] = {}
         """When a write to a peer ended last."""
-        self._turned_at = time.monotonic()
+        self._turned_at = self._now()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -175,7 +179,7 @@ class TransferThread:
 
     def standing_seconds(self) -> float:
         """How long ago the thread last looked around; it does so many times a second unless the transport is stuck."""
-        return time.monotonic() - self._turned_at
+        return self._now() - self._turned_at
 
     def connect(self, endpoint: kv_pb2.TransferEndpoint) -> None:
         """Answers with PeerConnected or PeerFailed."""
@@ -223,7 +227,7 @@ class TransferThread:
         self._transport.close()
 
     def _pass_time(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         driven = min(now - self._turned_at, MOST_DRIVEN_SECONDS)
         self._turned_at = now
         for fence in self._fences:
@@ -246,7 +250,7 @@ class TransferThread:
 
     def _seconds_to_next_look(self) -> float:
         if self._open:
-            age = time.monotonic() - self._open[-1].started
+            age = self._now() - self._open[-1].started
             return min(max(age * SHARE_OF_AGE, SHORTEST_WAIT_SECONDS), BUSY_SECONDS)
         return BUSY_SECONDS if self._waiting or self._expecting else IDLE_SECONDS
 
@@ -285,7 +289,7 @@ class TransferThread:
                 can_start = write.is_written is None or write.is_written()
             except Exception as error:
                 # Nothing was posted; what was before it, nobody knows. Its owner hears that once the peer is let go.
-                now, reason = time.monotonic(), f"the device failed: {error}"
+                now, reason = self._now(), f"the device failed: {error}"
                 self._deliver(WriteEnded(write, False, now, now, reason))
                 self._fail_peer(write.agent_name, reason)
                 continue
@@ -299,7 +303,7 @@ class TransferThread:
         self._waiting = still_waiting
 
     def _post(self, write: PageWrite) -> None:
-        started = time.monotonic()
+        started = self._now()
         if not write.local_pages:
             # Nothing to move: complete at once, the message still goes.
             self._do(_Notify(write.agent_name, write.payload))
@@ -314,7 +318,7 @@ class TransferThread:
                 write.agent_name, write.local_pages, write.remote_pages, write.payload, write.layer_group
             )
         except TransferError as error:
-            self._deliver(WriteEnded(write, False, started, time.monotonic(), str(error)))
+            self._deliver(WriteEnded(write, False, started, self._now(), str(error)))
             self._fail_peer(write.agent_name, str(error))
             return
         self._open.append(_OpenWrite(write, handle, started))
@@ -328,14 +332,14 @@ class TransferThread:
             if state is WriteState.IN_PROGRESS:
                 still_open.append(entry)
                 last = max(entry.started, self._last_end.get(entry.write.agent_name, 0.0))
-                if not entry.is_stalled and time.monotonic() - last > STALLED_SECONDS:
+                if not entry.is_stalled and self._now() - last > STALLED_SECONDS:
                     entry.is_stalled = True
                     stalled.add(entry.write.agent_name)
                 continue
-            self._last_end[entry.write.agent_name] = time.monotonic()
+            self._last_end[entry.write.agent_name] = self._now()
             ok = state is WriteState.DONE
             reason = "" if ok else f"a write to agent {entry.write.agent_name} failed"
-            self._deliver(WriteEnded(entry.write, ok, entry.started, time.monotonic(), reason))
+            self._deliver(WriteEnded(entry.write, ok, entry.started, self._now(), reason))
             if not ok:
                 failed.add(entry.write.agent_name)
         self._open = still_open

@@ -213,17 +213,17 @@ def main() -> None:
             command = _with_model_folder(command)
             import prefill_service.__main__ as prefill_process
 
-            run_process(lambda: prefill_process.serve(command), prefill_process.EXPECTED_ERRORS)
+            prefill_process.run(command)
         case DecodeConfig():
             command = _with_model_folder(command)
             import decode_service.__main__ as decode_process
 
-            run_process(lambda: decode_process.serve(command), decode_process.EXPECTED_ERRORS)
+            decode_process.run(command)
         case ColocatedConfig():
             command = _with_model_folder(command)
             import colocated_service.__main__ as colocated_process
 
-            run_process(lambda: colocated_process.serve(command), colocated_process.EXPECTED_ERRORS)
+            colocated_process.run(command)
         case BenchCommand():
             try:
                 from benchmarks.commands import run_command

@@ -24,14 +24,14 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from colocated_service.scheduler import StepPolicy
-from decode_service.scheduler import Admission
+from decode_service.scheduler import DecodeAdmission
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL, resolve_model
 from kvferry.client import Client, KvferryError
-from prefill_service.scheduler import Policy
 from protos import inference_pb2
 from rpc.config import LogLevel
 from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort
+from rpc.prompt_order import PromptOrder
 from rpc.process import write_ready_file
 from rpc.server import PortInUse, try_port
 from worker_runtime.config import Overlap
@@ -92,7 +92,7 @@ class SchedulingOptions:
 
     token_budget: int = 512
     """Prompt tokens per prefill step."""
-    policy: Policy = "fcfs"
+    policy: PromptOrder = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
     colocated_policy: StepPolicy = "mixed"
     """Steps of colocated workers: answers and chunks of prompts together, or prompts before answers."""
@@ -100,7 +100,7 @@ class SchedulingOptions:
     """Keep pages of computed prompts, and use them for prompts that begin alike."""
     decode_prefix_cache: bool = True
     """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
-    admission: Admission = "learned"
+    admission: DecodeAdmission = "learned"
     """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
     overlap: Overlap = "auto"
     """Decode and colocated workers launch a step while the one before it is computed. auto: on a GPU."""
@@ -310,13 +310,13 @@ class LocalCluster:
             if value is not None:
                 arguments += [flag, str(value)]
         if tier == "prefill":
-            arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
+            arguments += ["--token-budget", str(config.token_budget), "--prompt-order", config.policy]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         elif tier == "decode":
-            arguments += ["--admission", config.admission, "--overlap", config.overlap]
+            arguments += ["--decode-admission", config.admission, "--overlap", config.overlap]
             arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
         else:
-            arguments += ["--token-budget", str(config.token_budget), "--policy", config.colocated_policy]
+            arguments += ["--token-budget", str(config.token_budget), "--step-policy", config.colocated_policy]
             arguments += ["--overlap", config.overlap, "--prompt-order", config.policy]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         name = f"{tier}-{index}"

@@ -5,20 +5,15 @@ from __future__ import annotations
 import tyro
 from grpc import aio
 
-from engine.errors import ModelLoadError
-from kv_transfer.errors import TransferError
 from prefill_service.config import PrefillConfig
 from prefill_service.loop import PrefillLoop
-from prefill_service.scheduler import SLOWDOWN
 from prefill_service.servicer import SERVICE_NAME, PageTicketServicer
 from protos import kv_pb2_grpc, worker_pb2
-from rpc.config import ConfigError
 from rpc.process import run_process
-from rpc.server import PortInUse
+from rpc.prompt_order import SLOWDOWN
+from worker_runtime.errors import EXPECTED_ERRORS
 from worker_runtime.parts import WorkerParts
-from worker_runtime.process import run_worker
-
-EXPECTED_ERRORS = (ModelLoadError, TransferError, PortInUse, ConfigError)
+from worker_runtime.process import TierOfWorker, run_worker
 
 
 def _add_services(server: aio.Server, parts: WorkerParts) -> None:
@@ -28,18 +23,26 @@ def _add_services(server: aio.Server, parts: WorkerParts) -> None:
 
 def serve(config: PrefillConfig) -> int:
     """Runs the worker until it is told to stop."""
+    tier = TierOfWorker(
+        worker_pb2.TIER_PREFILL,
+        build_loop=lambda parts, runner, rng: PrefillLoop(parts, runner, config),
+        token_budget=config.token_budget,
+        slowdown=SLOWDOWN[config.prompt_order],
+        service_names=(SERVICE_NAME,),
+        add_services=_add_services,
+    )
+    return run_worker(config, tier)
 
-    def build_loop(parts: WorkerParts) -> PrefillLoop:
-        return PrefillLoop(parts, parts.runner, config)
 
-    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.policy])
-    return run_worker(config, worker_pb2.TIER_PREFILL, limits, build_loop, [SERVICE_NAME], _add_services)
+def run(config: PrefillConfig) -> None:
+    """Runs the worker and ends this process."""
+    run_process(lambda: serve(config), EXPECTED_ERRORS)
 
 
 def main() -> None:
     """Reads the command line and runs."""
     config = tyro.cli(tyro.conf.OmitArgPrefixes[PrefillConfig], description=PrefillConfig.__doc__)
-    run_process(lambda: serve(config), EXPECTED_ERRORS)
+    run(config)
 
 
 if __name__ == "__main__":

@@ -2,55 +2,28 @@
 
 waiting ── a slot, and pages for all of it ──> running ── all tokens computed ──> finished
    ^                                             │
-   └── gave its pages back (only when nothing else could move) ──┘
+   └── gave its pages back (only when nothing else could run) ──┘
 
-Two budgets per step, both in the step's `Budget`: tokens computed, and pages. Admission promises pages for the whole
-prompt, so that half-done prompts can't block each other; the pages themselves are taken chunk by chunk.
+A step has two budgets, both in `Budget`: tokens computed, and pages. Admission promises pages for the whole prompt, so
+that half-computed prompts can't block each other; the pages themselves are taken chunk by chunk.
 
-Order (`policy`), always after priority:
-
-* ``fcfs``: in order of arrival. An unfinished prompt goes first.
-* ``bounded_slowdown``: by virtual deadline, the work that had arrived before a prompt plus SLOWDOWN times its own
-  length. Short prompts overtake long ones, and every prompt is done before ``work ahead at its arrival +
-  (SLOWDOWN + 2) * its length`` further tokens have been computed. For: whoever is served before it has an earlier
-  deadline, so either came before it (the work ahead), or began to wait within SLOWDOWN times its length of arriving
-  work; the last of those, which may overshoot, is shorter than the prompt itself. All this in prompt tokens, at equal
-  priority and while pages suffice.
+For the order of prompts see `rpc.prompt_order`. In order of arrival an unfinished prompt goes first.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
-
-Policy = Literal["fcfs", "bounded_slowdown"]
-
-SLOWDOWN: dict[Policy, int] = {"fcfs": 0, "bounded_slowdown": 4}
-"""How many times its own length a prompt may be kept waiting in favour of shorter ones."""
-
+from rpc.prompt_order import SLOWDOWN, Arrivals, Order, PromptOrder
+from worker_runtime.step import SchedulerLoad, Step, StepLimits
 
 MAX_LOGIT_ROWS = 256
 """Prompt tokens per step whose logits are computed: [256, 128k vocabulary] in fp32 take 134 MB."""
-
-
-@dataclass(frozen=True)
-class PrefillStep:
-    """What the next step computes, and which prompts are too late to be computed."""
-
-    batch: tuple[ScheduledSequence, ...]
-    expired: tuple[Sequence, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of the step."""
-        return sum(entry.num_new_tokens for entry in self.batch)
 
 
 @dataclass
@@ -68,8 +41,7 @@ class Budget:
 @dataclass(eq=False)
 class _Prompt:
     sequence: Sequence
-    order: tuple[int, int, int]
-    """Smaller goes first: (-priority, policy's rank, arrival)."""
+    order: Order
     deadline: float | None
     overtaken_tokens: int = 0
     """Prompt tokens of later ones that were admitted while this one lacked pages."""
@@ -85,21 +57,21 @@ class PrefillScheduler:
         page_size: int,
         token_budget: int,
         max_num_sequences: int,
-        policy: Policy = "fcfs",
+        prompt_order: PromptOrder = "fcfs",
         growth_pages: Callable[[Sequence], int] = lambda sequence: 0,
     ) -> None:
-        """growth_pages: that the answer of a prompt will take, if it stays on this worker."""
+        """growth_pages: the pages that the output of a prompt will take, if it is generated on this worker."""
         self._growth_pages = growth_pages
         self._pool, self._cache, self._page_size = pool, cache, page_size
-        self._token_budget, self._max_num_sequences, self._policy = token_budget, max_num_sequences, policy
+        self._token_budget, self._max_num_sequences = token_budget, max_num_sequences
+        self._prompt_order: PromptOrder = prompt_order
         self._waiting: dict[str, _Prompt] = {}
         self._running: dict[str, _Prompt] = {}
-        self._arrivals = itertools.count()
-        self._arrived_tokens = 0
+        self._arrivals = Arrivals()
         self.refusals: Counter[str] = Counter()
-        """How often a prompt was told "not now", by what was short: sequences, pages, pages_after_lock, chunk_pages."""
+        """How often a prompt had to wait, by what was short: sequences, pages, pages_after_lock, chunk_pages."""
         self.num_restarts = 0
-        """Half-done prompts that gave their pages back."""
+        """Half-computed prompts that gave their pages back."""
 
     @property
     def num_waiting(self) -> int:
@@ -129,56 +101,48 @@ class PrefillScheduler:
         self, sequence: Sequence, priority: int = 0, deadline: float | None = None, is_resumed: bool = False
     ) -> None:
         """Queues a prompt. deadline: on the clock of `schedule`'s `now`. is_resumed: it goes ahead of new ones."""
-        slowdown = SLOWDOWN[self._policy]
-        rank = self._arrived_tokens + slowdown * sequence.num_tokens if slowdown else 0
-        rank = -1 if is_resumed else rank
-        self._arrived_tokens += sequence.num_tokens
-        prompt = _Prompt(sequence, (-priority, rank, next(self._arrivals)), deadline)
-        self._waiting[sequence.sequence_id] = prompt
+        slowdown = SLOWDOWN[self._prompt_order]
+        order = self._arrivals.order(sequence.num_tokens, priority, slowdown, is_new=not is_resumed)
+        self._waiting[sequence.sequence_id] = _Prompt(sequence, order, deadline)
 
-    def schedule(
-        self,
-        now: float = 0.0,
-        tokens_per_second: float | None = None,
-        reserved_pages: int = 0,
-        token_budget: int | None = None,
-        max_running: int | None = None,
-    ) -> PrefillStep | None:
-        """Plans the next step, or None if nothing can run and nothing expired. Takes pages.
+    def schedule(self, limits: StepLimits = StepLimits()) -> Step | None:  # noqa: B008
+        """See `Scheduler.schedule`."""
+        expired = self._expire(limits.now, limits.tokens_per_second)
+        batch = self._plan(limits)
+        while not batch and limits.token_budget != 0 and self.num_running > 1 and self.give_back_youngest():
+            batch = self._plan(limits)
+        return Step(prompts=tuple(batch), expired=expired) if batch or expired else None
 
-        tokens_per_second: the measured rate; prompts that can't be computed before their deadline are given up.
-        For a colocated worker: reserved_pages are left for its running answers; token_budget and max_running are what
-        these leave of a step and of the places for sequences.
-        """
-        expired = self._expire(now, tokens_per_second)
-        limits = (
-            reserved_pages,
-            self._token_budget if token_budget is None else token_budget,
-            self._max_num_sequences if max_running is None else max_running,
-        )
-        batch = self._plan(*limits)
-        while not batch and limits[1] > 0 and self.num_running > 1 and self.give_back_youngest():
-            batch = self._plan(*limits)
-        return PrefillStep(tuple(batch), expired) if batch or expired else None
-
-    def update(self, step: PrefillStep) -> None:
-        """Takes note that a step was computed, or launched. Finished prompts leave; their pages stay held until
-        `release`."""
-        for entry in step.batch:
+    def update(self, step: Step) -> None:
+        """See `Scheduler.update`. Computed prompts leave; their pages stay held until `finish` or `abort`."""
+        for entry in step.prompts:
             sequence = entry.sequence
             sequence.num_computed_tokens += entry.num_new_tokens
             self._cache.publish(sequence)
             if sequence.num_uncomputed_tokens == 0:
                 del self._running[sequence.sequence_id]
 
+    def finish(self, sequence: Sequence) -> None:
+        """See `Scheduler.finish`."""
+        self.abort(sequence)
+
+    def load(self) -> SchedulerLoad:
+        """See `Scheduler.load`."""
+        return SchedulerLoad(
+            {"waiting": self.num_waiting, "running": self.num_running},
+            queued_tokens=self.queued_tokens,
+            running_tokens=self.running_tokens,
+            refusals=self.refusals,
+            num_restarts=self.num_restarts,
+        )
+
     def abort(self, sequence: Sequence) -> None:
-        """Forgets a prompt, wherever it is, and lets go of its pages."""
+        """See `Scheduler.abort`. Pages that a transfer still reads stay pinned."""
         self._waiting.pop(sequence.sequence_id, None)
         self._running.pop(sequence.sequence_id, None)
-        self.release(sequence)
+        self._release(sequence)
 
-    def release(self, sequence: Sequence) -> None:
-        """Lets go of a sequence's pages; those that a transfer still reads stay pinned."""
+    def _release(self, sequence: Sequence) -> None:
         # From the end: a page is of no use to the cache without the pages before it.
         self._pool.release(reversed(sequence.page_table))
         sequence.page_table = []
@@ -203,8 +167,10 @@ class PrefillScheduler:
             self.abort(sequence)
         return tuple(late)
 
-    def _plan(self, reserved_pages: int, token_budget: int, max_running: int) -> list[ScheduledSequence]:
-        budget = Budget(token_budget, reserved_pages)
+    def _plan(self, limits: StepLimits) -> list[ScheduledSequence]:
+        token_budget = self._token_budget if limits.token_budget is None else limits.token_budget
+        max_running = self._max_num_sequences if limits.max_num_prompts is None else limits.max_num_prompts
+        budget = Budget(token_budget, limits.reserved_pages)
         blocked: list[_Prompt] = []
         for prompt in self._in_order():
             if budget.tokens == 0:
@@ -228,12 +194,12 @@ class PrefillScheduler:
     def _in_order(self) -> list[_Prompt]:
         running = sorted(self._running.values(), key=lambda prompt: prompt.order)
         waiting = sorted(self._waiting.values(), key=lambda prompt: prompt.order)
-        if self._policy == "fcfs":
+        if self._prompt_order == "fcfs":
             return running + waiting
         return sorted(running + waiting, key=lambda prompt: prompt.order)
 
     def _admit(self, prompt: _Prompt, budget: Budget) -> bool:
-        """Match the prefix, fit, lock, fit again; else unlock and say "not now"."""
+        """Match the prefix, fit, lock, fit again; else unlock. False: not now."""
         sequence = prompt.sequence
         matched = self._match(sequence)
         needed = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
@@ -291,15 +257,15 @@ class PrefillScheduler:
             budget.logit_rows -= tokens
 
     def give_back_youngest(self) -> bool:
-        """When half-done prompts hold what others lack: the last in order starts anew. False if there is none.
+        """When half-computed prompts hold what others lack: the last in order starts anew. False if there is none.
 
-        Promises make this needless unless others took pages that were promised (a colocated worker's answers).
+        Promises make this needless unless others took pages that were promised (a colocated worker's decodes).
         """
         if not self._running:
             return False
         prompt = max(self._running.values(), key=lambda p: p.order)
         sequence = prompt.sequence
-        self.release(sequence)
+        self._release(sequence)
         sequence.num_computed_tokens = sequence.num_cached_tokens = sequence.num_published_pages = 0
         del self._running[sequence.sequence_id]
         self._waiting[sequence.sequence_id] = prompt

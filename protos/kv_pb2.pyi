@@ -21,6 +21,32 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class RequestRef(_message.Message):
+    """Names one attempt of a request, between a router and its workers and between workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Made by the router: no other router and no later request has it."""
+    attempt: _builtins.int
+    """Which attempt to serve it this is. Events and tickets of older attempts are ignored."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestRef: _TypeAlias = RequestRef  # noqa: Y015
+
+@_typing.final
 class Fingerprint(_message.Message):
     """Everything that must be equal before one worker may write pages into another.
     Compared field by field, so that a refusal names the field and both values.
@@ -102,7 +128,7 @@ class TransferEndpoint(_message.Message):
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_TYPE_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
-    NUM_PROBE_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_TEST_PAGES_FIELD_NUMBER: _builtins.int
     transport: _builtins.str
     """Transport of this endpoint: "nixl" or "local"."""
     agent_name: _builtins.str
@@ -112,15 +138,15 @@ class TransferEndpoint(_message.Message):
     base_address: _builtins.int
     """Address of page 0 in the worker's own address space."""
     num_pages: _builtins.int
-    """Number of pages in the pool, test pages not counted."""
+    """Number of pages in the pool, without the test pages."""
     page_bytes: _builtins.int
     """Bytes of one page, all layers together."""
     memory_type: _builtins.str
     """Kind of memory: "DRAM" or "VRAM"."""
     device_id: _builtins.int
     """Index of the device that owns the memory; 0 for DRAM."""
-    num_probe_pages: _builtins.int
-    """Pages behind those of the pool that only tests of the connection are written to."""
+    num_test_pages: _builtins.int
+    """Test pages: they lie behind the pages of the pool, and only tests of a pair write to them."""
     def __init__(
         self,
         *,
@@ -132,11 +158,11 @@ class TransferEndpoint(_message.Message):
         page_bytes: _builtins.int = ...,
         memory_type: _builtins.str = ...,
         device_id: _builtins.int = ...,
-        num_probe_pages: _builtins.int = ...,
+        num_test_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory_type", b"memory_type", "num_pages", b"num_pages", "num_probe_pages", b"num_probe_pages", "page_bytes", b"page_bytes", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory_type", b"memory_type", "num_pages", b"num_pages", "num_test_pages", b"num_test_pages", "page_bytes", b"page_bytes", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,22 +174,21 @@ class PageTicket(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     PAGE_IDS_FIELD_NUMBER: _builtins.int
     FIRST_PAGE_INDEX_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request whose KV the pages will hold."""
-    attempt: _builtins.int
-    """Which try of this request the ticket belongs to; tickets of older tries are refused."""
     agent_name: _builtins.str
     """Agent that owns the pages."""
     first_page_index: _builtins.int
-    """Position in the prompt's page table of the first of page_ids; pages before it are not sent."""
+    """Index in the prompt's page table of the first of page_ids; pages before it are not sent."""
     lease_ms: _builtins.int
     """After this many milliseconds the writer starts nothing more on this ticket; 0 means no lease."""
+    @_builtins.property
+    def ref(self) -> Global___RequestRef:
+        """Request whose KV the pages will hold. Tickets of older attempts are refused."""
+
     @_builtins.property
     def page_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Target pages in prompt order."""
@@ -171,16 +196,15 @@ class PageTicket(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: Global___RequestRef | None = ...,
         agent_name: _builtins.str = ...,
         page_ids: _abc.Iterable[_builtins.int] | None = ...,
         first_page_index: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "attempt", b"attempt", "first_page_index", b"first_page_index", "lease_ms", b"lease_ms", "page_ids", b"page_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "first_page_index", b"first_page_index", "lease_ms", b"lease_ms", "page_ids", b"page_ids", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -192,53 +216,51 @@ class KvNotification(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     FIRST_PAGE_FIELD_NUMBER: _builtins.int
     NUM_PAGES_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     CLOSE_REASON_FIELD_NUMBER: _builtins.int
-    ANSWER_ENDED_FIELD_NUMBER: _builtins.int
-    PROBE_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request of the ticket."""
-    attempt: _builtins.int
-    """Attempt of the ticket."""
+    ENDED_WITH_FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    PAIR_TEST_FIELD_NUMBER: _builtins.int
     first_page: _builtins.int
-    """Position in the ticket of the first page written."""
+    """Index in the ticket of the first page written."""
     num_pages: _builtins.int
     """Number of pages written; 0 for a message without data."""
     closed: _builtins.bool
     """The writer will never touch the ticket's pages again."""
     close_reason: _builtins.str
-    """Why the writer closed before all pages were written."""
-    answer_ended: _builtins.bool
-    """With closed: the answer ended with its first token, so nothing failed and nobody waits for the pages."""
+    """Why the writer closed the ticket before all pages were written."""
+    ended_with_first_token: _builtins.bool
+    """With closed: the output ended with its first token, so nothing failed and nobody waits for the pages."""
+    @_builtins.property
+    def ref(self) -> Global___RequestRef:
+        """Request of the ticket; not set in a notification about test pages."""
+
     @_builtins.property
     def first_token(self) -> Global___FirstToken:
         """The first token, once it is known."""
 
     @_builtins.property
-    def probe(self) -> Global___Probe:
+    def pair_test(self) -> Global___PairTest:
         """Test pages were written; then nothing else is set."""
 
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: Global___RequestRef | None = ...,
         first_page: _builtins.int = ...,
         num_pages: _builtins.int = ...,
         first_token: Global___FirstToken | None = ...,
         closed: _builtins.bool = ...,
         close_reason: _builtins.str = ...,
-        answer_ended: _builtins.bool = ...,
-        probe: Global___Probe | None = ...,
+        ended_with_first_token: _builtins.bool = ...,
+        pair_test: Global___PairTest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "first_token", b"first_token", "probe", b"probe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "first_token", b"first_token", "pair_test", b"pair_test", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "answer_ended", b"answer_ended", "attempt", b"attempt", "close_reason", b"close_reason", "closed", b"closed", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "probe", b"probe", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token", b"_first_token", "close_reason", b"close_reason", "closed", b"closed", "ended_with_first_token", b"ended_with_first_token", "first_page", b"first_page", "first_token", b"first_token", "num_pages", b"num_pages", "pair_test", b"pair_test", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token: _TypeAlias = _typing.Literal["first_token"]  # noqa: Y015
     _WhichOneofArgType__first_token: _TypeAlias = _typing.Literal["_first_token", b"_first_token"]  # noqa: Y015
@@ -247,36 +269,36 @@ class KvNotification(_message.Message):
 Global___KvNotification: _TypeAlias = KvNotification  # noqa: Y015
 
 @_typing.final
-class Probe(_message.Message):
+class PairTest(_message.Message):
     """Test pages, sent before a pair of workers is used."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROBE_ID_FIELD_NUMBER: _builtins.int
+    TEST_ID_FIELD_NUMBER: _builtins.int
     SHA256_FIELD_NUMBER: _builtins.int
     WRITER_ADDRESS_FIELD_NUMBER: _builtins.int
-    probe_id: _builtins.str
+    test_id: _builtins.str
     """Names the test."""
     sha256: _builtins.bytes
-    """SHA-256 of all test pages in order."""
+    """SHA-256 of all test pages in order; empty for the write that only measures latency."""
     writer_address: _builtins.str
-    """Where the writer's PageTicketService listens: the owner tries it before the pair is used, since without it pages of
-    a writer that died could never be taken back.
+    """Where the writer's PageTicketService listens. The owner tries this address before the pair is used: without it the
+    pages of a writer that died could never be taken back.
     """
     def __init__(
         self,
         *,
-        probe_id: _builtins.str = ...,
+        test_id: _builtins.str = ...,
         sha256: _builtins.bytes = ...,
         writer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["probe_id", b"probe_id", "sha256", b"sha256", "writer_address", b"writer_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sha256", b"sha256", "test_id", b"test_id", "writer_address", b"writer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Probe: _TypeAlias = Probe  # noqa: Y015
+Global___PairTest: _TypeAlias = PairTest  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
@@ -301,41 +323,39 @@ class FirstToken(_message.Message):
 Global___FirstToken: _TypeAlias = FirstToken  # noqa: Y015
 
 @_typing.final
-class CloseTicketRequest(_message.Message):
-    """Names the ticket to end."""
+class RevokeTicketRequest(_message.Message):
+    """Names the ticket to revoke."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WRITER_INCARNATION_ID_FIELD_NUMBER: _builtins.int
     AGENT_NAME_FIELD_NUMBER: _builtins.int
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     writer_incarnation_id: _builtins.str
-    """Incarnation that got the ticket; another one answers at once, since the writer is gone."""
+    """Incarnation that got the ticket; another incarnation responds at once, since the writer is gone."""
     agent_name: _builtins.str
     """Agent that owns the pages."""
-    request_id: _builtins.str
-    """Request of the ticket."""
-    attempt: _builtins.int
-    """Attempt of the ticket."""
+    @_builtins.property
+    def ref(self) -> Global___RequestRef:
+        """Request of the ticket. Not set: the caller only asks which worker listens here."""
+
     def __init__(
         self,
         *,
         writer_incarnation_id: _builtins.str = ...,
         agent_name: _builtins.str = ...,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: Global___RequestRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "attempt", b"attempt", "request_id", b"request_id", "writer_incarnation_id", b"writer_incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "ref", b"ref", "writer_incarnation_id", b"writer_incarnation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseTicketRequest: _TypeAlias = CloseTicketRequest  # noqa: Y015
+Global___RevokeTicketRequest: _TypeAlias = RevokeTicketRequest  # noqa: Y015
 
 @_typing.final
-class CloseTicketResponse(_message.Message):
+class RevokeTicketResponse(_message.Message):
     """The writer will not touch the ticket's pages again."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -344,11 +364,13 @@ class CloseTicketResponse(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     NEEDS_FENCE_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
-    """Incarnation that answered."""
+    """Incarnation that responded."""
     worker_id: _builtins.str
-    """Name of the worker that answered."""
+    """Name of the worker that responded."""
     needs_fence: _builtins.bool
-    """A write failed, so bytes of it may still be in the network: the pages are to be kept until those must have arrived."""
+    """A write failed, so some of its bytes may still be in the network. The owner must keep the pages until those bytes
+    must have arrived.
+    """
     def __init__(
         self,
         *,
@@ -362,4 +384,4 @@ class CloseTicketResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CloseTicketResponse: _TypeAlias = CloseTicketResponse  # noqa: Y015
+Global___RevokeTicketResponse: _TypeAlias = RevokeTicketResponse  # noqa: Y015

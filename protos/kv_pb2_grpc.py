@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PageTicketServiceStub:
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router.
+    """Lets the owner of pages take them back from their writer, whatever became of the router.
     """
 
     def __init__(self, channel):
@@ -35,21 +35,21 @@ class PageTicketServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.CloseTicket = channel.unary_unary(
-                '/kvferry.v1.PageTicketService/CloseTicket',
-                request_serializer=protos_dot_kv__pb2.CloseTicketRequest.SerializeToString,
-                response_deserializer=protos_dot_kv__pb2.CloseTicketResponse.FromString,
+        self.RevokeTicket = channel.unary_unary(
+                '/kvferry.v1.PageTicketService/RevokeTicket',
+                request_serializer=protos_dot_kv__pb2.RevokeTicketRequest.SerializeToString,
+                response_deserializer=protos_dot_kv__pb2.RevokeTicketResponse.FromString,
                 _registered_method=True)
 
 
 class PageTicketServiceServicer:
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router.
+    """Lets the owner of pages take them back from their writer, whatever became of the router.
     """
 
-    def CloseTicket(self, request, context):
-        """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-        every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
-        writes failed, the connection it was sent over is taken down first.
+    def RevokeTicket(self, request, context):
+        """Revokes a ticket. The response comes when the writer will not touch the ticket's pages again: every write that it
+        started has ended, and none will start. A later use of the ticket is refused. If one of the writes failed, the
+        connection that carried it is taken down first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -58,10 +58,10 @@ class PageTicketServiceServicer:
 
 def add_PageTicketServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'CloseTicket': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseTicket,
-                    request_deserializer=protos_dot_kv__pb2.CloseTicketRequest.FromString,
-                    response_serializer=protos_dot_kv__pb2.CloseTicketResponse.SerializeToString,
+            'RevokeTicket': grpc.unary_unary_rpc_method_handler(
+                    servicer.RevokeTicket,
+                    request_deserializer=protos_dot_kv__pb2.RevokeTicketRequest.FromString,
+                    response_serializer=protos_dot_kv__pb2.RevokeTicketResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -72,11 +72,11 @@ def add_PageTicketServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PageTicketService:
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router.
+    """Lets the owner of pages take them back from their writer, whatever became of the router.
     """
 
     @staticmethod
-    def CloseTicket(request,
+    def RevokeTicket(request,
             target,
             options=(),
             channel_credentials=None,
@@ -89,9 +89,9 @@ class PageTicketService:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvferry.v1.PageTicketService/CloseTicket',
-            protos_dot_kv__pb2.CloseTicketRequest.SerializeToString,
-            protos_dot_kv__pb2.CloseTicketResponse.FromString,
+            '/kvferry.v1.PageTicketService/RevokeTicket',
+            protos_dot_kv__pb2.RevokeTicketRequest.SerializeToString,
+            protos_dot_kv__pb2.RevokeTicketResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,41 +29,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PageTicketServiceStub:
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router."""
+    """Lets the owner of pages take them back from their writer, whatever became of the router."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PageTicketServiceAsyncStub: ...
-    CloseTicket: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CloseTicketRequest, _kv_pb2.CloseTicketResponse]
-    """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-    every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
-    writes failed, the connection it was sent over is taken down first.
+    RevokeTicket: _grpc.UnaryUnaryMultiCallable[_kv_pb2.RevokeTicketRequest, _kv_pb2.RevokeTicketResponse]
+    """Revokes a ticket. The response comes when the writer will not touch the ticket's pages again: every write that it
+    started has ended, and none will start. A later use of the ticket is refused. If one of the writes failed, the
+    connection that carried it is taken down first.
     """
 
 @_typing.type_check_only
 class PageTicketServiceAsyncStub(PageTicketServiceStub):
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router."""
+    """Lets the owner of pages take them back from their writer, whatever became of the router."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    CloseTicket: _aio.UnaryUnaryMultiCallable[_kv_pb2.CloseTicketRequest, _kv_pb2.CloseTicketResponse]  # type: ignore[assignment]
-    """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-    every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
-    writes failed, the connection it was sent over is taken down first.
+    RevokeTicket: _aio.UnaryUnaryMultiCallable[_kv_pb2.RevokeTicketRequest, _kv_pb2.RevokeTicketResponse]  # type: ignore[assignment]
+    """Revokes a ticket. The response comes when the writer will not touch the ticket's pages again: every write that it
+    started has ended, and none will start. A later use of the ticket is refused. If one of the writes failed, the
+    connection that carried it is taken down first.
     """
 
 class PageTicketServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Lets the owner of pages ask a writer to let go of them, whatever became of the router."""
+    """Lets the owner of pages take them back from their writer, whatever became of the router."""
 
     @_abc_1.abstractmethod
-    def CloseTicket(
+    def RevokeTicket(
         self,
-        request: _kv_pb2.CloseTicketRequest,
+        request: _kv_pb2.RevokeTicketRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kv_pb2.CloseTicketResponse, _abc.Awaitable[_kv_pb2.CloseTicketResponse]]:
-        """Ends a ticket at its writer. The answer comes when the writer has let go for good:
-        every write it started has ended, and none will start. A later use of the ticket is refused. If one of the
-        writes failed, the connection it was sent over is taken down first.
+    ) -> _typing.Union[_kv_pb2.RevokeTicketResponse, _abc.Awaitable[_kv_pb2.RevokeTicketResponse]]:
+        """Revokes a ticket. The response comes when the writer will not touch the ticket's pages again: every write that it
+        started has ended, and none will start. A later use of the ticket is refused. If one of the writes failed, the
+        connection that carried it is taken down first.
         """
 
 def add_PageTicketServiceServicer_to_server(servicer: PageTicketServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -95,6 +95,54 @@ STAGE_FINISHED: Stage.ValueType  # 7
 """The last token was chosen."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
+class _Cause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Cause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CAUSE_UNSPECIFIED: _Cause.ValueType  # 0
+    """Not said."""
+    CAUSE_NO_PAGES: _Cause.ValueType  # 1
+    """Refused: the pool has too few pages. Ended: the sequence was preempted, since older ones needed its pages."""
+    CAUSE_NO_SEQUENCES: _Cause.ValueType  # 2
+    """The worker runs as many sequences as it may."""
+    CAUSE_DRAINING: _Cause.ValueType  # 3
+    """The worker was told to end. Nothing is wrong with the request."""
+    CAUSE_INVALID: _Cause.ValueType  # 4
+    """The worker can never compute this request; the message says why."""
+    CAUSE_DEADLINE: _Cause.ValueType  # 5
+    """The deadline or the lease of a ticket has passed, or can't be met any more."""
+    CAUSE_STEP_FAILED: _Cause.ValueType  # 6
+    """A step failed. The request itself may be the reason."""
+    CAUSE_TRANSFER_FAILED: _Cause.ValueType  # 7
+    """Pages could not be moved, or the ticket is revoked. This says nothing about the request."""
+    CAUSE_NOT_FINITE: _Cause.ValueType  # 8
+    """The model's logits are not finite. Another attempt would give the same."""
+
+class Cause(_Cause, metaclass=_CauseEnumTypeWrapper):
+    """Why a worker does not take a request, or ends it without its last token."""
+
+CAUSE_UNSPECIFIED: Cause.ValueType  # 0
+"""Not said."""
+CAUSE_NO_PAGES: Cause.ValueType  # 1
+"""Refused: the pool has too few pages. Ended: the sequence was preempted, since older ones needed its pages."""
+CAUSE_NO_SEQUENCES: Cause.ValueType  # 2
+"""The worker runs as many sequences as it may."""
+CAUSE_DRAINING: Cause.ValueType  # 3
+"""The worker was told to end. Nothing is wrong with the request."""
+CAUSE_INVALID: Cause.ValueType  # 4
+"""The worker can never compute this request; the message says why."""
+CAUSE_DEADLINE: Cause.ValueType  # 5
+"""The deadline or the lease of a ticket has passed, or can't be met any more."""
+CAUSE_STEP_FAILED: Cause.ValueType  # 6
+"""A step failed. The request itself may be the reason."""
+CAUSE_TRANSFER_FAILED: Cause.ValueType  # 7
+"""Pages could not be moved, or the ticket is revoked. This says nothing about the request."""
+CAUSE_NOT_FINITE: Cause.ValueType  # 8
+"""The model's logits are not finite. Another attempt would give the same."""
+Global___Cause: _TypeAlias = Cause  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -106,19 +154,19 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_READY: _WorkerState.ValueType  # 1
     """It does."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 2
-    """It was told to end: what it has goes on, nothing new is taken."""
+    """It was told to end: it continues what it has and takes nothing new."""
     WORKER_STATE_FAULTY: _WorkerState.ValueType  # 3
     """Something is wrong with it."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
-    """Whether a worker takes new work."""
+    """Whether a worker takes new requests."""
 
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
 """Not said."""
 WORKER_STATE_READY: WorkerState.ValueType  # 1
 """It does."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 2
-"""It was told to end: what it has goes on, nothing new is taken."""
+"""It was told to end: it continues what it has and takes nothing new."""
 WORKER_STATE_FAULTY: WorkerState.ValueType  # 3
 """Something is wrong with it."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
@@ -132,47 +180,47 @@ class SessionRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    GENERATE_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
+    TRANSFER_DONE_FIELD_NUMBER: _builtins.int
     CONNECT_PEER_FIELD_NUMBER: _builtins.int
     FORGET_PEER_FIELD_NUMBER: _builtins.int
     FLUSH_CACHE_FIELD_NUMBER: _builtins.int
-    GENERATE_FIELD_NUMBER: _builtins.int
-    TRANSFER_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___RouterHello:
         """Opens the session."""
 
     @_builtins.property
     def reserve(self) -> Global___ReserveCommand:
-        """To decode: set pages aside."""
+        """To decode workers: set pages aside."""
 
     @_builtins.property
     def prefill(self) -> Global___PrefillCommand:
-        """To prefill: compute a prompt and send its pages."""
+        """To prefill workers: compute a prompt and send its pages."""
+
+    @_builtins.property
+    def generate(self) -> Global___GenerateCommand:
+        """To colocated workers: compute a prompt and generate."""
 
     @_builtins.property
     def abort(self) -> Global___AbortCommand:
-        """To both: forget a request."""
+        """To all: end a request."""
+
+    @_builtins.property
+    def transfer_done(self) -> Global___TransferDoneCommand:
+        """To decode workers: the prefill worker has sent all pages of a request."""
 
     @_builtins.property
     def connect_peer(self) -> Global___ConnectPeerCommand:
-        """To prefill: get ready to write to a decode worker."""
+        """To prefill workers: connect to a decode worker and test the pair."""
 
     @_builtins.property
     def forget_peer(self) -> Global___ForgetPeerCommand:
-        """To prefill: a decode worker is gone."""
+        """To prefill workers: a decode worker is gone."""
 
     @_builtins.property
     def flush_cache(self) -> Global___FlushCacheCommand:
         """To all: forget cached pages."""
-
-    @_builtins.property
-    def generate(self) -> Global___GenerateCommand:
-        """To colocated: compute a prompt and generate its answer."""
-
-    @_builtins.property
-    def transfer_done(self) -> Global___TransferDoneCommand:
-        """To decode: prefill has sent everything of a request."""
 
     def __init__(
         self,
@@ -180,18 +228,18 @@ class SessionRequest(_message.Message):
         hello: Global___RouterHello | None = ...,
         reserve: Global___ReserveCommand | None = ...,
         prefill: Global___PrefillCommand | None = ...,
+        generate: Global___GenerateCommand | None = ...,
         abort: Global___AbortCommand | None = ...,
+        transfer_done: Global___TransferDoneCommand | None = ...,
         connect_peer: Global___ConnectPeerCommand | None = ...,
         forget_peer: Global___ForgetPeerCommand | None = ...,
         flush_cache: Global___FlushCacheCommand | None = ...,
-        generate: Global___GenerateCommand | None = ...,
-        transfer_done: Global___TransferDoneCommand | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve", "transfer_done", b"transfer_done"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "command", b"command", "connect_peer", b"connect_peer", "flush_cache", b"flush_cache", "forget_peer", b"forget_peer", "generate", b"generate", "hello", b"hello", "prefill", b"prefill", "reserve", b"reserve", "transfer_done", b"transfer_done"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "abort", "connect_peer", "forget_peer", "flush_cache", "generate", "transfer_done"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["hello", "reserve", "prefill", "generate", "abort", "transfer_done", "connect_peer", "forget_peer", "flush_cache"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -204,92 +252,86 @@ class SessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     INFO_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    PAIR_TESTED_FIELD_NUMBER: _builtins.int
     RESERVED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     STEP_OUTPUT_FIELD_NUMBER: _builtins.int
-    REQUEST_FAILED_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
-    PEER_FIELD_NUMBER: _builtins.int
     TRANSFER_FINISHED_FIELD_NUMBER: _builtins.int
-    CACHE_FIELD_NUMBER: _builtins.int
-    PREEMPTED_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
-    PROBED_FIELD_NUMBER: _builtins.int
+    REQUEST_ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def info(self) -> Global___WorkerInfo:
         """Who the worker is."""
 
     @_builtins.property
-    def reserved(self) -> Global___ReservedEvent:
-        """Pages are set aside."""
-
-    @_builtins.property
-    def refused(self) -> Global___RefusedEvent:
-        """The worker has no room now."""
-
-    @_builtins.property
-    def step_output(self) -> Global___StepOutput:
-        """New tokens of this router's sequences, one message per step."""
-
-    @_builtins.property
-    def request_failed(self) -> Global___RequestFailedEvent:
-        """A request ended without its answer."""
+    def state(self) -> Global___WorkerStateEvent:
+        """Whether the worker takes new requests."""
 
     @_builtins.property
     def load(self) -> Global___LoadReport:
         """How busy the worker is."""
 
     @_builtins.property
-    def peer(self) -> Global___PeerEvent:
-        """A pair became ready or failed."""
-
-    @_builtins.property
-    def transfer_finished(self) -> Global___TransferFinishedEvent:
-        """The pages of a request are sent."""
-
-    @_builtins.property
     def cache(self) -> Global___CacheEvents:
-        """Pages the prefix cache learned or lost."""
-
-    @_builtins.property
-    def preempted(self) -> Global___PreemptedEvent:
-        """A sequence is handed back."""
-
-    @_builtins.property
-    def state(self) -> Global___WorkerStateEvent:
-        """Whether the worker takes new work."""
+        """Pages that can be found in the prefix cache."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
         """Nothing happened, but the worker lives."""
 
     @_builtins.property
-    def probed(self) -> Global___ProbedEvent:
-        """From decode: test pages of a prefill worker came."""
+    def peer(self) -> Global___PeerEvent:
+        """From prefill workers: a connection to a decode worker is ready or failed."""
+
+    @_builtins.property
+    def pair_tested(self) -> Global___PairTestedEvent:
+        """From decode workers: test pages of a prefill worker arrived."""
+
+    @_builtins.property
+    def reserved(self) -> Global___ReservedEvent:
+        """From decode workers: pages are set aside."""
+
+    @_builtins.property
+    def refused(self) -> Global___RefusedEvent:
+        """The worker does not take a request."""
+
+    @_builtins.property
+    def step_output(self) -> Global___StepOutput:
+        """New tokens of this router's requests, one message per step."""
+
+    @_builtins.property
+    def transfer_finished(self) -> Global___TransferFinishedEvent:
+        """From prefill workers: all pages of a request are sent."""
+
+    @_builtins.property
+    def request_ended(self) -> Global___RequestEndedEvent:
+        """The worker ends a request without its last token."""
 
     def __init__(
         self,
         *,
         info: Global___WorkerInfo | None = ...,
+        state: Global___WorkerStateEvent | None = ...,
+        load: Global___LoadReport | None = ...,
+        cache: Global___CacheEvents | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
+        peer: Global___PeerEvent | None = ...,
+        pair_tested: Global___PairTestedEvent | None = ...,
         reserved: Global___ReservedEvent | None = ...,
         refused: Global___RefusedEvent | None = ...,
         step_output: Global___StepOutput | None = ...,
-        request_failed: Global___RequestFailedEvent | None = ...,
-        load: Global___LoadReport | None = ...,
-        peer: Global___PeerEvent | None = ...,
         transfer_finished: Global___TransferFinishedEvent | None = ...,
-        cache: Global___CacheEvents | None = ...,
-        preempted: Global___PreemptedEvent | None = ...,
-        state: Global___WorkerStateEvent | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
-        probed: Global___ProbedEvent | None = ...,
+        request_ended: Global___RequestEndedEvent | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "probed", b"probed", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "pair_tested", b"pair_tested", "peer", b"peer", "refused", b"refused", "request_ended", b"request_ended", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "peer", b"peer", "preempted", b"preempted", "probed", b"probed", "refused", b"refused", "request_failed", b"request_failed", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "event", b"event", "heartbeat", b"heartbeat", "info", b"info", "load", b"load", "pair_tested", b"pair_tested", "peer", b"peer", "refused", b"refused", "request_ended", b"request_ended", "reserved", b"reserved", "state", b"state", "step_output", b"step_output", "transfer_finished", b"transfer_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "reserved", "refused", "step_output", "request_failed", "load", "peer", "transfer_finished", "cache", "preempted", "state", "heartbeat", "probed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["info", "state", "load", "cache", "heartbeat", "peer", "pair_tested", "reserved", "refused", "step_output", "transfer_finished", "request_ended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -395,12 +437,13 @@ class WorkerLimits(_message.Message):
     max_num_sequences: _builtins.int
     """Sequences at once."""
     token_budget: _builtins.int
-    """Prompt tokens per step; not of decode workers."""
+    """Prompt tokens per step; 0 at decode workers."""
     vocab_size: _builtins.int
     """Number of token ids the model knows."""
     slowdown: _builtins.int
-    """Order of prompts, prefill only. 0: of arrival. Else bounded slowdown: by the prompt tokens that had arrived before a
-    prompt, plus this many times its own length. Routers keep the same order in their queue.
+    """Order of prompts, at workers that compute prompts. 0: order of arrival. Otherwise bounded slowdown: prompts are
+    ordered by the number of prompt tokens that had arrived before, plus this many times their own length. Routers keep
+    the same order in their queue.
     """
     def __init__(
         self,
@@ -423,7 +466,7 @@ Global___WorkerLimits: _TypeAlias = WorkerLimits  # noqa: Y015
 
 @_typing.final
 class SamplingConfig(_message.Message):
-    """How a worker chooses tokens: checked and with every default filled in by the router."""
+    """How a worker samples tokens. The router has checked every value and filled in every default."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,7 +492,7 @@ class SamplingConfig(_message.Message):
     seed: _builtins.int
     """Seed of the request."""
     choice_index: _builtins.int
-    """Which of the n answers."""
+    """Which of the n completions of a request."""
     min_p: _builtins.float
     """0 is off."""
     repetition_penalty: _builtins.float
@@ -459,9 +502,9 @@ class SamplingConfig(_message.Message):
     frequency_penalty: _builtins.float
     """0 is off."""
     num_logprobs: _builtins.int
-    """If set: log-probabilities of chosen tokens, and of this many likeliest ones."""
+    """If set: log-probabilities of sampled tokens, and of this many likeliest ones."""
     prompt_logprobs: _builtins.bool
-    """To prefill: also those of the prompt, with the first token."""
+    """Also those of the prompt, with the first token."""
     @_builtins.property
     def bias_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens whose logits are changed."""
@@ -507,12 +550,12 @@ class StopConfig(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most output tokens, those of earlier attempts included."""
+    """Most output tokens, including those of earlier attempts."""
     min_tokens: _builtins.int
-    """None of stop_token_ids can be chosen before this many output tokens."""
+    """None of stop_token_ids is sampled before this many output tokens."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the answer, EOS included unless ignored."""
+        """Tokens that end the output. EOS is one of them unless it is to be ignored."""
 
     def __init__(
         self,
@@ -530,48 +573,36 @@ class StopConfig(_message.Message):
 Global___StopConfig: _TypeAlias = StopConfig  # noqa: Y015
 
 @_typing.final
-class ReserveCommand(_message.Message):
-    """To decode: set pages aside for a request and start it when they are filled."""
+class SequenceSpec(_message.Message):
+    """One sequence: what to compute and how. The same in all commands that begin a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    WRITER_AGENT_NAME_FIELD_NUMBER: _builtins.int
-    WRITER_INCARNATION_ID_FIELD_NUMBER: _builtins.int
-    WRITER_ADDRESS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     WAS_PREEMPTED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request to serve."""
-    attempt: _builtins.int
-    """Which try this is."""
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the client's prompt."""
     deadline_ms: _builtins.int
     """Time left until the client's deadline, in milliseconds; 0 means none."""
-    writer_agent_name: _builtins.str
-    """The only agent that may write the pages."""
-    writer_incarnation_id: _builtins.str
-    """Incarnation of the writer."""
-    writer_address: _builtins.str
-    """Where the writer's PageTicketService listens."""
     cache_salt: _builtins.str
-    """Prompts with different salts never share pages."""
+    """Sequences with different salts never share cached pages."""
+    priority: _builtins.int
+    """Higher goes first."""
     was_preempted: _builtins.bool
-    """It was handed back before, so others are to be handed back first."""
+    """An earlier attempt was preempted, so other sequences are preempted before this one."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt, and the tokens already generated by earlier attempts."""
+        """The prompt, then the output tokens of earlier attempts."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingConfig:
-        """How to choose tokens."""
+        """How to sample tokens."""
 
     @_builtins.property
     def stop(self) -> Global___StopConfig:
@@ -580,66 +611,105 @@ class ReserveCommand(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
         sampling: Global___SamplingConfig | None = ...,
         stop: Global___StopConfig | None = ...,
         deadline_ms: _builtins.int = ...,
-        writer_agent_name: _builtins.str = ...,
-        writer_incarnation_id: _builtins.str = ...,
-        writer_address: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        priority: _builtins.int = ...,
         was_preempted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "was_preempted", b"was_preempted", "writer_address", b"writer_address", "writer_agent_name", b"writer_agent_name", "writer_incarnation_id", b"writer_incarnation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids", "was_preempted", b"was_preempted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
+
+@_typing.final
+class ReserveCommand(_message.Message):
+    """To decode workers: set pages aside for a request, and start it when all pages have arrived."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request to serve."""
+
+    @_builtins.property
+    def spec(self) -> Global___SequenceSpec:
+        """What to compute."""
+
+    @_builtins.property
+    def writer(self) -> Global___PageWriter:
+        """The only worker that may write the pages."""
+
+    def __init__(
+        self,
+        *,
+        ref: _kv_pb2.RequestRef | None = ...,
+        spec: Global___SequenceSpec | None = ...,
+        writer: Global___PageWriter | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec", "writer", b"writer"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveCommand: _TypeAlias = ReserveCommand  # noqa: Y015
 
 @_typing.final
-class PrefillCommand(_message.Message):
-    """To prefill: compute a prompt, send its pages, choose the first token."""
+class PageWriter(_message.Message):
+    """A worker that writes pages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    INCARNATION_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    agent_name: _builtins.str
+    """Its transfer agent."""
+    incarnation_id: _builtins.str
+    """Its incarnation."""
+    address: _builtins.str
+    """Where its PageTicketService listens."""
+    def __init__(
+        self,
+        *,
+        agent_name: _builtins.str = ...,
+        incarnation_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "agent_name", b"agent_name", "incarnation_id", b"incarnation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageWriter: _TypeAlias = PageWriter  # noqa: Y015
+
+@_typing.final
+class PrefillCommand(_message.Message):
+    """To prefill workers: compute a prompt, send its pages, sample the first token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request to serve."""
-    attempt: _builtins.int
-    """Which try this is."""
-    num_prompt_tokens: _builtins.int
-    """How many of token_ids are the client's prompt."""
-    deadline_ms: _builtins.int
-    """Time left until the client's deadline, in milliseconds; 0 means none."""
-    cache_salt: _builtins.str
-    """Prompts with different salts never share pages."""
-    priority: _builtins.int
-    """Higher goes first."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt, and the tokens already generated by earlier attempts."""
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request to serve."""
 
     @_builtins.property
-    def sampling(self) -> Global___SamplingConfig:
-        """How to choose the token."""
-
-    @_builtins.property
-    def stop(self) -> Global___StopConfig:
-        """When to end."""
+    def spec(self) -> Global___SequenceSpec:
+        """What to compute."""
 
     @_builtins.property
     def ticket(self) -> _kv_pb2.PageTicket:
@@ -648,20 +718,13 @@ class PrefillCommand(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        num_prompt_tokens: _builtins.int = ...,
-        sampling: Global___SamplingConfig | None = ...,
-        stop: Global___StopConfig | None = ...,
-        deadline_ms: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
+        spec: Global___SequenceSpec | None = ...,
         ticket: _kv_pb2.PageTicket | None = ...,
-        cache_salt: _builtins.str = ...,
-        priority: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop", "ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "ticket", b"ticket", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -669,59 +732,29 @@ Global___PrefillCommand: _TypeAlias = PrefillCommand  # noqa: Y015
 
 @_typing.final
 class GenerateCommand(_message.Message):
-    """To colocated: compute a prompt and generate its answer."""
+    """To colocated workers: compute a prompt and generate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    STOP_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    PRIORITY_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request to serve."""
-    attempt: _builtins.int
-    """Which try this is."""
-    num_prompt_tokens: _builtins.int
-    """How many of token_ids are the client's prompt."""
-    deadline_ms: _builtins.int
-    """Time left until the client's deadline, in milliseconds; 0 means none."""
-    cache_salt: _builtins.str
-    """Prompts with different salts never share pages."""
-    priority: _builtins.int
-    """Higher goes first."""
+    REF_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt, and the tokens already generated by earlier attempts."""
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request to serve."""
 
     @_builtins.property
-    def sampling(self) -> Global___SamplingConfig:
-        """How to choose tokens."""
-
-    @_builtins.property
-    def stop(self) -> Global___StopConfig:
-        """When to end."""
+    def spec(self) -> Global___SequenceSpec:
+        """What to compute."""
 
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        num_prompt_tokens: _builtins.int = ...,
-        sampling: Global___SamplingConfig | None = ...,
-        stop: Global___StopConfig | None = ...,
-        deadline_ms: _builtins.int = ...,
-        cache_salt: _builtins.str = ...,
-        priority: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
+        spec: Global___SequenceSpec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "stop", b"stop", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -729,29 +762,27 @@ Global___GenerateCommand: _TypeAlias = GenerateCommand  # noqa: Y015
 
 @_typing.final
 class AbortCommand(_message.Message):
-    """Forget a request."""
+    """End a request: nobody wants more of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     IS_COMPLETE_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request to forget."""
-    attempt: _builtins.int
-    """Which try."""
     is_complete: _builtins.bool
-    """The answer is complete, though no worker knows: a stop string was found."""
+    """The output is complete, though no worker knows: the router found a stop string."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request to end."""
+
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
         is_complete: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_complete", b"is_complete", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_complete", b"is_complete", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -759,25 +790,23 @@ Global___AbortCommand: _TypeAlias = AbortCommand  # noqa: Y015
 
 @_typing.final
 class TransferDoneCommand(_message.Message):
-    """Prefill has sent all pages of a request, so their notification is there or lost."""
+    """The prefill worker has sent all pages of a request, so its last notification has arrived or is lost."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -785,33 +814,34 @@ Global___TransferDoneCommand: _TypeAlias = TransferDoneCommand  # noqa: Y015
 
 @_typing.final
 class ConnectPeerCommand(_message.Message):
-    """Get ready to write to a decode worker.
-    It answers with PeerEvent; the decode worker tells its routers when the test pages came (ProbedEvent).
+    """Connect to a decode worker, then send test pages.
+    The prefill worker responds with PeerEvent. The decode worker tells its routers how the test pages arrived
+    (PairTestedEvent).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INCARNATION_ID_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
-    PROBE_ID_FIELD_NUMBER: _builtins.int
+    TEST_ID_FIELD_NUMBER: _builtins.int
     incarnation_id: _builtins.str
     """Incarnation of the decode worker."""
-    probe_id: _builtins.str
-    """Names the test pages to send once connected."""
+    test_id: _builtins.str
+    """Names the test."""
     @_builtins.property
     def endpoint(self) -> _kv_pb2.TransferEndpoint:
-        """How its pages are reached."""
+        """How the decode worker's pages are reached."""
 
     def __init__(
         self,
         *,
         incarnation_id: _builtins.str = ...,
         endpoint: _kv_pb2.TransferEndpoint | None = ...,
-        probe_id: _builtins.str = ...,
+        test_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation_id", b"incarnation_id", "probe_id", b"probe_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "incarnation_id", b"incarnation_id", "test_id", b"test_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -819,7 +849,7 @@ Global___ConnectPeerCommand: _TypeAlias = ConnectPeerCommand  # noqa: Y015
 
 @_typing.final
 class FlushCacheCommand(_message.Message):
-    """Forget cached pages that nobody uses, and keep those in use from being found."""
+    """Forget cached pages that no sequence uses. Cached pages in use can't be found any more."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -888,17 +918,16 @@ class ReservedEvent(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     TICKET_FIELD_NUMBER: _builtins.int
     STAMPS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens whose pages are here already; the ticket begins behind them."""
+    """Prompt tokens whose pages are cached at the decode worker; the ticket begins behind them."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
     @_builtins.property
     def ticket(self) -> _kv_pb2.PageTicket:
         """Where the pages are."""
@@ -910,15 +939,14 @@ class ReservedEvent(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
         ticket: _kv_pb2.PageTicket | None = ...,
         stamps: _abc.Iterable[Global___StageStamp] | None = ...,
         num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ticket", b"ticket"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "ticket", b"ticket"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "num_cached_tokens", b"num_cached_tokens", "request_id", b"request_id", "stamps", b"stamps", "ticket", b"ticket"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cached_tokens", b"num_cached_tokens", "ref", b"ref", "stamps", b"stamps", "ticket", b"ticket"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,38 +954,78 @@ Global___ReservedEvent: _TypeAlias = ReservedEvent  # noqa: Y015
 
 @_typing.final
 class RefusedEvent(_message.Message):
-    """No room now; the request stays in the router's queue."""
+    """The worker does not take a request, and keeps nothing of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    SHORT_OF_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
-    short_of: _builtins.str
-    """What was short: "pages" or "sequences"; or "draining": the worker takes nothing new."""
+    REF_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    cause: Global___Cause.ValueType
+    """Why."""
+    message: _builtins.str
+    """Why, in words; empty where the cause says all."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        short_of: _builtins.str = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
+        cause: Global___Cause.ValueType = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "request_id", b"request_id", "short_of", b"short_of"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RefusedEvent: _TypeAlias = RefusedEvent  # noqa: Y015
 
 @_typing.final
+class RequestEndedEvent(_message.Message):
+    """The worker had taken a request and ends it without its last token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    cause: Global___Cause.ValueType
+    """Why."""
+    message: _builtins.str
+    """Why, in words."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
+    @_builtins.property
+    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Every output token so far, including those of earlier attempts. The first may be unknown to the router still."""
+
+    def __init__(
+        self,
+        *,
+        ref: _kv_pb2.RequestRef | None = ...,
+        cause: Global___Cause.ValueType = ...,
+        message: _builtins.str = ...,
+        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "message", b"message", "output_token_ids", b"output_token_ids", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestEndedEvent: _TypeAlias = RequestEndedEvent  # noqa: Y015
+
+@_typing.final
 class Logprobs(_message.Message):
-    """Log-probabilities at consecutive positions, flat: for each position the token that is there, then the num_top
-    likeliest ones, best first.
+    """Log-probabilities at consecutive positions, flat. For each position: the token at that position, then the num_top
+    likeliest tokens, best first.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -992,32 +1060,34 @@ Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class TokenOutput(_message.Message):
-    """New tokens of one sequence."""
+    """New tokens of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STAMPS_FIELD_NUMBER: _builtins.int
-    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
+    NUM_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     first_index: _builtins.int
-    """Index of the first of token_ids in the answer."""
+    """Index of the first of token_ids in the output."""
     finish_reason: _inference_pb2.FinishReason.ValueType
-    """Set when the sequence ended with the last of them."""
+    """Set when the output ended with the last of token_ids."""
     num_cached_tokens: _builtins.int
-    """Prompt tokens found in a prefix cache; in the first output only."""
+    """In the first output of a worker that computed the prompt: prompt tokens found in its prefix cache."""
+    num_chunks: _builtins.int
+    """In the same output: chunks in which the prompt was computed."""
     num_computed_prompt_tokens: _builtins.int
-    """Prompt tokens this worker computed; in the last output only."""
+    """In the last output: prompt tokens that this worker computed."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids."""
@@ -1032,65 +1102,53 @@ class TokenOutput(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___Logprobs:
-        """Of the prompt's tokens after the first, if asked for; in the first output only."""
+        """In the same output, if asked for: log-probabilities of the prompt's tokens after the first."""
 
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
         first_index: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         finish_reason: _inference_pb2.FinishReason.ValueType = ...,
         stamps: _abc.Iterable[Global___StageStamp] | None = ...,
-        num_cached_tokens: _builtins.int = ...,
-        num_computed_prompt_tokens: _builtins.int = ...,
         logprobs: Global___Logprobs | None = ...,
+        num_cached_tokens: _builtins.int = ...,
+        num_chunks: _builtins.int = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        num_computed_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stamps", b"stamps", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_chunks", b"num_chunks", "num_computed_prompt_tokens", b"num_computed_prompt_tokens", "prompt_logprobs", b"prompt_logprobs", "ref", b"ref", "stamps", b"stamps", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenOutput: _TypeAlias = TokenOutput  # noqa: Y015
 
 @_typing.final
-class PreemptedEvent(_message.Message):
-    """A decode worker ran out of pages and hands a sequence back. It is to be resumed from its next token."""
+class StepOutput(_message.Message):
+    """New tokens of all of a router's requests in one step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    IS_DRAINING_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
-    is_draining: _builtins.bool
-    """The worker is draining; else it ran out of pages."""
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def output_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Every output token so far, those of earlier attempts included."""
+    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenOutput]:
+        """One entry per request."""
 
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        is_draining: _builtins.bool = ...,
+        outputs: _abc.Iterable[Global___TokenOutput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_draining", b"is_draining", "output_token_ids", b"output_token_ids", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PreemptedEvent: _TypeAlias = PreemptedEvent  # noqa: Y015
+Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
 
 @_typing.final
 class WorkerStateEvent(_message.Message):
@@ -1104,9 +1162,9 @@ class WorkerStateEvent(_message.Message):
     state: Global___WorkerState.ValueType
     """The state."""
     reason: _builtins.str
-    """Why it takes no work, in words."""
+    """Why the worker takes no requests, in words."""
     is_stuck: _builtins.bool
-    """Nothing moves there any more: what it has is to go on elsewhere."""
+    """The worker makes no progress: its requests are to continue on other workers."""
     def __init__(
         self,
         *,
@@ -1140,174 +1198,110 @@ class Heartbeat(_message.Message):
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
-class ProbedEvent(_message.Message):
-    """What became of the test pages that a prefill worker was asked to send with ConnectPeerCommand."""
+class PairTestedEvent(_message.Message):
+    """How the test pages arrived that a prefill worker was told to send with ConnectPeerCommand."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WRITER_AGENT_NAME_FIELD_NUMBER: _builtins.int
-    PROBE_ID_FIELD_NUMBER: _builtins.int
+    TEST_ID_FIELD_NUMBER: _builtins.int
     EQUAL_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     writer_agent_name: _builtins.str
     """Agent of the prefill worker."""
-    probe_id: _builtins.str
+    test_id: _builtins.str
     """From the command."""
     equal: _builtins.bool
-    """Every byte came as it was sent."""
+    """Every byte arrived as it was sent."""
     reason: _builtins.str
-    """Why the pair can't be used though they did: the writer does not answer at the address that it advertises."""
+    """Why the pair can't be used although the bytes are equal: the writer does not respond at the address that it
+    advertises.
+    """
     def __init__(
         self,
         *,
         writer_agent_name: _builtins.str = ...,
-        probe_id: _builtins.str = ...,
+        test_id: _builtins.str = ...,
         equal: _builtins.bool = ...,
         reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "probe_id", b"probe_id", "reason", b"reason", "writer_agent_name", b"writer_agent_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["equal", b"equal", "reason", b"reason", "test_id", b"test_id", "writer_agent_name", b"writer_agent_name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ProbedEvent: _TypeAlias = ProbedEvent  # noqa: Y015
-
-@_typing.final
-class StepOutput(_message.Message):
-    """New tokens of all of a router's sequences in one step."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    OUTPUTS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenOutput]:
-        """One entry per sequence."""
-
-    def __init__(
-        self,
-        *,
-        outputs: _abc.Iterable[Global___TokenOutput] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
-
-@_typing.final
-class RequestFailedEvent(_message.Message):
-    """A request ended without its answer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
-    STATUS_CODE_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    RETRYABLE_FIELD_NUMBER: _builtins.int
-    IS_DRAINING_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
-    status_code: _builtins.int
-    """A gRPC status code."""
-    message: _builtins.str
-    """Why, in words."""
-    retryable: _builtins.bool
-    """Another attempt may succeed."""
-    is_draining: _builtins.bool
-    """The worker is draining: nothing is wrong with the request."""
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
-        status_code: _builtins.int = ...,
-        message: _builtins.str = ...,
-        retryable: _builtins.bool = ...,
-        is_draining: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "is_draining", b"is_draining", "message", b"message", "request_id", b"request_id", "retryable", b"retryable", "status_code", b"status_code"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RequestFailedEvent: _TypeAlias = RequestFailedEvent  # noqa: Y015
+Global___PairTestedEvent: _TypeAlias = PairTestedEvent  # noqa: Y015
 
 @_typing.final
 class LoadReport(_message.Message):
-    """How busy a worker is. A colocated one fills the fields of both tiers."""
+    """How busy a worker is. Fields about prompts are 0 at decode workers, fields about growth are 0 at prefill workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FREE_PAGES_FIELD_NUMBER: _builtins.int
-    PROMISED_PAGES_FIELD_NUMBER: _builtins.int
-    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    HELD_PAGES_FIELD_NUMBER: _builtins.int
+    CACHED_PAGES_FIELD_NUMBER: _builtins.int
+    PINNED_PAGES_FIELD_NUMBER: _builtins.int
     QUARANTINED_PAGES_FIELD_NUMBER: _builtins.int
+    EXPECTED_GROWTH_PAGES_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
     RUNNING_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUED_SECONDS_FIELD_NUMBER: _builtins.int
-    CACHED_PAGES_FIELD_NUMBER: _builtins.int
-    HELD_PAGES_FIELD_NUMBER: _builtins.int
-    PINNED_PAGES_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     STEP_MS_FIELD_NUMBER: _builtins.int
     HIT_RATE_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     NUM_PROMPTS_RECEIVED_FIELD_NUMBER: _builtins.int
     free_pages: _builtins.int
-    """Pages nobody holds."""
-    promised_pages: _builtins.int
-    """Pages that running sequences are expected to take yet; decode only."""
-    queued_tokens: _builtins.int
-    """Prompt tokens of prompts not begun; prefill only."""
-    num_sequences: _builtins.int
-    """Sequences waiting or running."""
-    quarantined_pages: _builtins.int
-    """Pages a writer may still touch."""
-    running_tokens: _builtins.int
-    """Prompt tokens still to compute of prompts begun; prefill only."""
-    queued_seconds: _builtins.float
-    """Time that queued and running prompt tokens will take at the measured rate; 0 until it is known; prefill only."""
-    cached_pages: _builtins.int
-    """Pages that only the prefix cache knows."""
+    """Pages without an owner."""
     held_pages: _builtins.int
     """Pages that sequences hold."""
+    cached_pages: _builtins.int
+    """Pages that only the prefix cache knows."""
     pinned_pages: _builtins.int
-    """Pages that only a transfer of ours reads."""
+    """Pages that only our own page writes read."""
+    quarantined_pages: _builtins.int
+    """Pages that a foreign writer may still touch."""
+    expected_growth_pages: _builtins.int
+    """Pages that admitted sequences are expected to take until they end."""
+    num_sequences: _builtins.int
+    """Sequences waiting or running."""
+    queued_tokens: _builtins.int
+    """Prompt tokens of prompts that wait."""
+    running_tokens: _builtins.int
+    """Prompt tokens still to compute of prompts that run."""
+    queued_seconds: _builtins.float
+    """Time that queued and running prompt tokens will take at the measured rate; 0 until the rate is known."""
+    tokens_per_second: _builtins.float
+    """Measured rate of computing prompts; 0 until it is known."""
     step_ms: _builtins.float
-    """Time of a step, smoothed."""
+    """Time of a step, smoothed; 0 until it is known."""
     hit_rate: _builtins.float
     """Share of prompt tokens found in the prefix cache since the start."""
-    tokens_per_second: _builtins.float
-    """Measured rate of computing prompts; 0 until it is known; not of decode workers."""
     num_prompts_received: _builtins.int
-    """Prompts that this router sent in this session and that are in these numbers; not of decode workers."""
+    """Prompts that this router sent in this session and that are in these numbers."""
     def __init__(
         self,
         *,
         free_pages: _builtins.int = ...,
-        promised_pages: _builtins.int = ...,
-        queued_tokens: _builtins.int = ...,
-        num_sequences: _builtins.int = ...,
+        held_pages: _builtins.int = ...,
+        cached_pages: _builtins.int = ...,
+        pinned_pages: _builtins.int = ...,
         quarantined_pages: _builtins.int = ...,
+        expected_growth_pages: _builtins.int = ...,
+        num_sequences: _builtins.int = ...,
+        queued_tokens: _builtins.int = ...,
         running_tokens: _builtins.int = ...,
         queued_seconds: _builtins.float = ...,
-        cached_pages: _builtins.int = ...,
-        held_pages: _builtins.int = ...,
-        pinned_pages: _builtins.int = ...,
+        tokens_per_second: _builtins.float = ...,
         step_ms: _builtins.float = ...,
         hit_rate: _builtins.float = ...,
-        tokens_per_second: _builtins.float = ...,
         num_prompts_received: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "free_pages", b"free_pages", "held_pages", b"held_pages", "hit_rate", b"hit_rate", "num_prompts_received", b"num_prompts_received", "num_sequences", b"num_sequences", "pinned_pages", b"pinned_pages", "promised_pages", b"promised_pages", "quarantined_pages", b"quarantined_pages", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "running_tokens", b"running_tokens", "step_ms", b"step_ms", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_pages", b"cached_pages", "expected_growth_pages", b"expected_growth_pages", "free_pages", b"free_pages", "held_pages", b"held_pages", "hit_rate", b"hit_rate", "num_prompts_received", b"num_prompts_received", "num_sequences", b"num_sequences", "pinned_pages", b"pinned_pages", "quarantined_pages", b"quarantined_pages", "queued_seconds", b"queued_seconds", "queued_tokens", b"queued_tokens", "running_tokens", b"running_tokens", "step_ms", b"step_ms", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1315,8 +1309,8 @@ Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Pages the prefix cache learned or lost, for routers that send prompts where their pages are. No key is in both
-    lists. The first of a session names every page that can be found.
+    """Pages that can be found in the prefix cache from now on, or not any more. Routers send prompts to workers that have
+    their pages. No key is in both lists. The first message of a session names every page that can be found.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1347,24 +1341,24 @@ Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
 
 @_typing.final
 class PeerEvent(_message.Message):
-    """A pair became ready or failed."""
+    """A connection from a prefill worker to a decode worker is ready or failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
-    PROBE_ID_FIELD_NUMBER: _builtins.int
+    TEST_ID_FIELD_NUMBER: _builtins.int
     PAGE_US_FIELD_NUMBER: _builtins.int
     GB_PER_S_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Agent of the decode worker."""
     ready: _builtins.bool
-    """Pages can be moved."""
+    """The test pages are sent."""
     reason: _builtins.str
-    """Why not."""
-    probe_id: _builtins.str
-    """From the command, if the peer is ready: its test pages are sent."""
+    """Why the connection failed."""
+    test_id: _builtins.str
+    """From the command, if the peer is ready."""
     page_us: _builtins.float
     """Time to write one page, in microseconds."""
     gb_per_s: _builtins.float
@@ -1375,13 +1369,13 @@ class PeerEvent(_message.Message):
         agent_name: _builtins.str = ...,
         ready: _builtins.bool = ...,
         reason: _builtins.str = ...,
-        probe_id: _builtins.str = ...,
+        test_id: _builtins.str = ...,
         page_us: _builtins.float = ...,
         gb_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "gb_per_s", b"gb_per_s", "page_us", b"page_us", "probe_id", b"probe_id", "ready", b"ready", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "gb_per_s", b"gb_per_s", "page_us", b"page_us", "ready", b"ready", "reason", b"reason", "test_id", b"test_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1389,17 +1383,16 @@ Global___PeerEvent: _TypeAlias = PeerEvent  # noqa: Y015
 
 @_typing.final
 class TransferFinishedEvent(_message.Message):
-    """The pages of a request are sent, or never will be."""
+    """All pages of a request are sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    ATTEMPT_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
     KV_TRANSFER_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Request."""
-    attempt: _builtins.int
-    """Which try."""
+    @_builtins.property
+    def ref(self) -> _kv_pb2.RequestRef:
+        """Request."""
+
     @_builtins.property
     def kv_transfer(self) -> _inference_pb2.KvTransfer:
         """What was moved."""
@@ -1407,13 +1400,12 @@ class TransferFinishedEvent(_message.Message):
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        attempt: _builtins.int = ...,
+        ref: _kv_pb2.RequestRef | None = ...,
         kv_transfer: _inference_pb2.KvTransfer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer", "ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "kv_transfer", b"kv_transfer", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_transfer", b"kv_transfer", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

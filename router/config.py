@@ -12,7 +12,7 @@ from rpc.addresses import split_address
 from rpc.config import ProcessConfig
 from rpc.placeholders import MaybeNumber, MaybeSeconds
 
-Admission = Literal["always", "predictive"]
+DeadlineAdmission = Literal["always", "predictive"]
 Routing = Literal["cache_aware", "round_robin"]
 MIN_SILENCE_SECONDS = 3.0
 DNS_PREFIX = "dns:///"
@@ -67,7 +67,7 @@ class RouterConfig:
     """A request that no worker began within this time is refused with RESOURCE_EXHAUSTED. Unset: no limit but the
     client's deadline."""
 
-    admission: Admission = "always"
+    deadline_admission: DeadlineAdmission = "always"
     """predictive: a request whose first token can't come before its deadline, at the rate that workers report, is
     refused at once with RESOURCE_EXHAUSTED; always: it may wait and try."""
     routing: Routing = "cache_aware"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -25,7 +25,7 @@ from rpc.errors import AlreadyExists, Cancelled, DeadlineExceeded, Unavailable, 
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-FIRST_LIMITS_POLL_SECONDS = 0.05
+FIRST_LIMITS_LOOK_SECONDS = 0.5
 TOKENIZER_THREADS = 2
 BYTES_TO_CHECK_AT_ONCE = 20_000
 """Requests up to this size are checked on the event loop: a millisecond or two."""
@@ -68,8 +68,10 @@ class Generator:
     async def _first_limits(self) -> ClusterLimits:
         """As `limits`, but a router that was just started waits for its first workers."""
         dispatcher = self._dispatcher
-        while self._limits is None and dispatcher.may_get_pairs() and not dispatcher.pool.limits():  # noqa: ASYNC110
-            await asyncio.sleep(FIRST_LIMITS_POLL_SECONDS)
+        while self._limits is None and dispatcher.may_get_pairs() and not dispatcher.pool.limits():
+            dispatcher.pairs_changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(dispatcher.pairs_changed.wait(), FIRST_LIMITS_LOOK_SECONDS)
         return self.limits()
 
     def generate(
@@ -92,7 +94,7 @@ class Generator:
     ) -> AsyncGenerator[inference_pb2.GenerateResponse, None]:
         answers: list[Answer] = []
         error: Exception | None = None
-        deadline = math.inf if deadline_seconds is None else time.monotonic() + deadline_seconds
+        deadline = math.inf if deadline_seconds is None else self._dispatcher.clock.now() + deadline_seconds
         try:
             async with aclosing(self._generate(request, deadline_seconds, answers)) as responses:
                 async for response in responses:
@@ -101,7 +103,7 @@ class Generator:
             error = caught
             raise
         except BaseException:  # cancelled from outside
-            is_late = time.monotonic() >= deadline
+            is_late = self._dispatcher.clock.now() >= deadline
             error = DeadlineExceeded("the deadline passed") if is_late else Cancelled("it was cancelled")
             raise
         finally:
@@ -120,10 +122,10 @@ class Generator:
         if checked.request_id in self._running_ids:
             raise AlreadyExists(f"request_id: {quoted(checked.request_id)} is running already")
         self._dispatcher.check_room(checked.num_answers, len(checked.prompt_token_ids), deadline_seconds)
-        deadline = None if deadline_seconds is None else time.monotonic() + deadline_seconds
-        news = asyncio.Event()
+        deadline = None if deadline_seconds is None else self._dispatcher.clock.now() + deadline_seconds
+        news, clock, rng = asyncio.Event(), self._dispatcher.clock, self._dispatcher.rng
         answers += [
-            Answer(Request(checked.answer(index), deadline, output=OutputStream(news)), index, self._tokenizer)
+            Answer(Request(checked.answer(index), deadline, clock.now, rng, OutputStream(news)), index, self._tokenizer)
             for index in range(checked.num_answers)
         ]
         self._running_ids.add(checked.request_id)
@@ -170,13 +172,13 @@ class Generator:
         responses = answer.take()
         self._metrics.output_tokens.inc(answer.num_tokens - num_tokens)
         if answer.num_tokens and not num_tokens:
-            self._metrics.ttft_seconds.observe(time.monotonic() - request.received)
+            self._metrics.ttft_seconds.observe(self._dispatcher.clock.now() - request.received)
         if answer.is_stopped and not was_stopped:
             request.stamp_now("finished")
             self._dispatcher.complete(request)
             responses = answer.take_end(responses)
         if answer.is_over:
-            self._metrics.e2e_seconds.observe(time.monotonic() - request.received)
+            self._metrics.e2e_seconds.observe(self._dispatcher.clock.now() - request.received)
         return responses
 
 
@@ -189,6 +191,6 @@ def _log_end(checked: CheckedRequest, answers: list[Answer]) -> None:
             "prompt_tokens": len(checked.prompt_token_ids),
             "output_tokens": sum(len(answer.request.output_token_ids) for answer in answers),
             "retries": sum(answer.request.attempt for answer in answers),
-            "ms": round((time.monotonic() - answers[0].request.received) * 1e3),
+            "ms": round((answers[0].request.now() - answers[0].request.received) * 1e3),
         },
     )

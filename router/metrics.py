@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -29,7 +30,8 @@ STATUSES = (
 class RouterMetrics:
     """A router's metrics, in a registry of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.registry = CollectorRegistry()
         self._requests = Gauge("kvferry_active_requests", "Requests by state", ["state"], registry=self.registry)
         self.ended = Counter(
@@ -66,15 +68,16 @@ class RouterMetrics:
         )
         for waits_for in ("prefill", "decode", "workers"):
             self._queued_token_seconds.labels(waits_for)
-        self._queue_told_at = time.monotonic()
-        self._queue: tuple[WaitsFor, int] = ("workers", 0)
+        self._queue_told_at = self._now()
+        self.queue: tuple[WaitsFor, int] = ("workers", 0)
+        """What the queue waits for, and how many prompt tokens of it."""
 
     def set_queue(self, waits_for: WaitsFor, num_tokens: int) -> None:
         """So many prompt tokens in the queue wait for that from now on."""
-        now = time.monotonic()
-        before, tokens = self._queue
+        now = self._now()
+        before, tokens = self.queue
         self._queued_token_seconds.labels(before).inc(tokens * (now - self._queue_told_at))
-        self._queue_told_at, self._queue = now, (waits_for, num_tokens)
+        self._queue_told_at, self.queue = now, (waits_for, num_tokens)
 
     def set_requests(self, queued: int, running: int) -> None:
         """Sets the number of requests per state."""

@@ -1,25 +1,27 @@
-"""The router's one queue: by priority, then by the order the prefill workers use.
+"""The router's one queue: by priority, then by the order that the prefill workers use.
 
-Requests wait here, not at workers, so the order must be decided here too. With a slowdown, which the workers tell, a
-request's rank is its virtual deadline, as in the prefill scheduler: prompt tokens that had arrived before it, plus
-slowdown times its own; short prompts overtake long ones, but only for as long as that stays in proportion.
+Requests wait here and not at workers, so the order must be decided here too; see `rpc.prompt_order`. Which order the
+workers use they tell by their slowdown.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
 
-from router.request import Order, Request
+from router.request import Request
+from rpc.prompt_order import Arrivals
 
 
 class RequestQueue:
-    """Waiting requests in order. One that comes back for another attempt goes ahead of those that are new."""
+    """Waiting requests in order. A request that comes back for another attempt goes ahead of new ones."""
 
     def __init__(self) -> None:
         self._waiting: list[Request] = []
-        self._arrivals = itertools.count()
-        self._arrived_tokens = self._num_tokens = 0
+        self._arrivals = Arrivals()
+        self._num_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<RequestQueue {len(self._waiting)} requests, {self._num_tokens} prompt tokens>"
 
     @property
     def num_tokens(self) -> int:
@@ -37,15 +39,13 @@ class RequestQueue:
         return list(self._waiting)
 
     def admit(self, request: Request, slowdown: int) -> None:
-        """Gives a new request its place and queues it. slowdown: that of the prefill workers."""
+        """Gives a new request its order and queues it. slowdown: that of the prefill workers."""
         num_tokens = len(request.checked.prompt_token_ids)
-        rank = self._arrived_tokens + slowdown * num_tokens if slowdown else 0
-        self._arrived_tokens += num_tokens
-        request.order = Order(-request.checked.priority, True, rank, next(self._arrivals))
+        request.order = self._arrivals.order(num_tokens, request.checked.priority, slowdown)
         self.put_back(request)
 
     def put_back(self, request: Request) -> None:
-        """Queues a request at the place that its order says."""
+        """Queues a request where its order says."""
         bisect.insort(self._waiting, request, key=lambda waiting: waiting.order)
         self._num_tokens += len(request.checked.prompt_token_ids)
 

@@ -122,7 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GetClusterStatusResponse:
         """The cluster as this router sees it."""
         pool = self._dispatcher.pool
-        now = time.monotonic()
+        now = self._dispatcher.clock.now()
         workers = [
             inference_pb2.WorkerStatus(
                 worker_id=link.info.worker_id if link.info else "",
@@ -138,7 +138,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 queued_seconds=link.load.queued_seconds,
                 hit_rate=link.load.hit_rate,
                 running_sequences=link.load.num_sequences,
-                last_seen_ms=(now - link.last_seen) * 1e3,
+                last_seen_ms=(now - (link.last_seen or now)) * 1e3,
             )
             for link in pool.links
         ]

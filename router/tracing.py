@@ -13,7 +13,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -46,8 +46,15 @@ MOST_TRACEPARENT, MOST_TRACESTATE = 128, 512
 class Tracing:
     """Makes traces."""
 
-    def __init__(self, provider: TracerProvider, model: str) -> None:
-        self._provider, self._model = provider, model
+    def __init__(
+        self,
+        provider: TracerProvider,
+        model: str,
+        now: Callable[[], float] = time.monotonic,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """now: the clock of requests' stages, in seconds. wall_ns: nanoseconds since 1970."""
+        self._provider, self._model, self._now, self._wall_ns = provider, model, now, wall_ns
         self._tracer = provider.get_tracer("kvferry")
 
     @classmethod
@@ -84,15 +91,15 @@ class Tracing:
             for name, most in (("traceparent", MOST_TRACEPARENT), ("tracestate", MOST_TRACESTATE))
             if 0 < len(headers.get(name, "")) <= most
         }
-        now = time.time_ns()
+        wall_ns = self._wall_ns()
         root = self._tracer.start_span(
             f"generate {self._model}",
             TraceContextTextMapPropagator().extract(carrier),
             SpanKind.SERVER,
             {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": self._model},
-            start_time=now,
+            start_time=wall_ns,
         )
-        return RequestTrace(self._tracer, root, now - time.monotonic_ns())
+        return RequestTrace(self._tracer, root, self._now, wall_ns - int(self._now() * 1e9))
 
     def close(self) -> None:
         """Sends what is left, if the collector takes it in time."""
@@ -104,16 +111,16 @@ class Tracing:
 class RequestTrace:
     """The trace of one request."""
 
-    def __init__(self, tracer: Tracer, root: Span, clock_origin: int) -> None:
-        """clock_origin: nanoseconds since 1970 at which time.monotonic() was 0, so that all times are of one clock."""
-        self._tracer, self._root, self._origin = tracer, root, clock_origin
+    def __init__(self, tracer: Tracer, root: Span, now: Callable[[], float], clock_origin: int) -> None:
+        """clock_origin: nanoseconds since 1970 at which `now` was 0, so that all times are of one clock."""
+        self._tracer, self._root, self._now, self._origin = tracer, root, now, clock_origin
 
     def end(self, answers: Seq[Answer], error: Exception | None) -> None:
         """It is over, with this error if it did not come to its end; answers: none if it was refused.
 
         Raises nothing: a request does not fail with its trace.
         """
-        now = time.monotonic()
+        now = self._now()
         try:
             if self._root.is_recording():
                 self._describe(answers, now, error)

@@ -1,30 +1,66 @@
-"""What every tier's engine loop does: take messages, step, report; end when told to, without losing anything.
+"""The loop of every worker: receive, schedule, run, deliver.
 
-A loop is turned by its own thread, or by a test or simulation by hand (`turn`). Only that thread touches scheduler,
-page pool and requests.
+`EngineLoop` is composed of a scheduler, a runner of the model, the table of requests, and what its tier adds (`Tier`).
+Its own thread turns it, or a test or the simulator does (`turn`). Only that thread touches scheduler, page pool and
+requests.
+
+With async scheduling a device does not wait for the host: while step n is computed, step n + 1 is scheduled and
+launched with the tokens of step n as they are on the device. Only then does the host wait for the tokens of step n, end
+the requests that end with them, and tell the routers. Without async scheduling, which is for devices that compute while
+they are called, each step is delivered before the next one is scheduled.
+
+    receive ── schedule n+1 ── launch n+1 ── wait for tokens of n, deliver them ── sample n+1 (penalties need n's tokens)
+
+The host must wait for step n + 1 before the turn ends in two cases: filters (see `sample`) and log-probabilities of
+prompts. If pages are short, step n is delivered before step n + 1 is scheduled, since its tokens may free pages.
+
+If the host learns that a sequence has ended while the next step already runs, that step contains one row too many. Its
+token is discarded. The pages of the sequence are freed at once all the same. For a later step that is safe, since a
+device computes in order. For a foreign writer it is safe because of two orderings (`test_orderings.py`):
+
+* Pages that are freed while a turn delivers are offered to a foreign writer in the next turn at the earliest, because
+  messages are received before anything else in a turn.
+* No event of a turn goes out before the step in flight at its beginning is over, because events are flushed after
+  `_deliver`.
+
+A third ordering: after a step that failed, the device is settled before any page is freed.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
+from engine.device import IsWritten
+from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
+from engine.prefix_cache import PrefixCache
+from engine.sampler import SampledBatch, SampledToken
+from engine.sequence import ScheduledSequence, Sequence
+from protos import worker_pb2
+from worker_runtime.config import Overlap
 from worker_runtime.health import PAGES
-from worker_runtime.inbox import Drain, InboxMessage, Stop
+from worker_runtime.inbox import Drain, InboxMessage, SessionClosed, SessionCommand, SessionOpened, Stop
+from worker_runtime.load_reporter import LoadReporter
 from worker_runtime.parts import WorkerParts
+from worker_runtime.rate import Rate
+from worker_runtime.request import WorkerRequest
+from worker_runtime.request_table import ABORTED, FINISHED, RequestTable, ended_by
+from worker_runtime.step import Scheduler, Step, StepLimits
 
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS = 1.0
 """Least time between two checks of all pages."""
+MAX_FAILED_STEPS = 3
+"""A worker ends itself after this many steps in a row that failed."""
 
 
 @dataclass(frozen=True)
 class PageOwners:
-    """Who should own pages, told by the requests and not by the pool."""
+    """Who should own pages, according to the requests and not to the pool."""
 
     tables: Iterable[Iterable[int]]
     """Pages of sequences."""
@@ -34,65 +70,116 @@ class PageOwners:
     """Pages open to foreign writers."""
 
 
-class EngineLoop(ABC):
-    """Base of the tiers' loops."""
+class Tier(Protocol):
+    """What only one tier does."""
 
-    def __init__(self, parts: WorkerParts) -> None:
-        self._parts = parts
-        self._is_draining = False
+    def handle(self, message: InboxMessage) -> None:
+        """Acts on a message that is of no concern to the other tiers; ignores all others."""
+        ...
+
+    def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
+        """Acts on a router's command that only this tier knows. False: it does not."""
+        ...
+
+    def before_run(self, step: Step) -> OnLayerGroup | None:
+        """A step is about to run. Returns what is to be told while its layers are computed."""
+        ...
+
+    def after_launch(self, step: Step, is_written: IsWritten | None) -> None:
+        """A step was launched, and the scheduler has taken note. is_written: see `StepLogits.is_written`."""
+        ...
+
+    def after_token(self, request: WorkerRequest, token_id: int, output: worker_pb2.TokenOutput) -> None:
+        """A request has its next token. If `output.finish_reason` is set, its output is complete."""
+        ...
+
+    def preempt(self, request: WorkerRequest) -> None:
+        """The scheduler took a sequence's pages, since older sequences needed them."""
+        ...
+
+    def has_open_transfers(self) -> bool:
+        """Whether a page may still be touched by a transfer."""
+        ...
+
+    def page_owners(self) -> PageOwners:
+        """Who should own pages now."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _StepInFlight:
+    """A step between its launch and its delivery."""
+
+    step: Step
+    launched_at: float
+    sequences: list[Sequence]
+    """Those that get a token, in the order of `tokens`."""
+    tokens: SampledBatch | None
+    """None if no sequence gets a token."""
+    is_over_when_delivered: bool
+    """Whether the device is known to be done with it then."""
+
+
+class EngineLoop:
+    """See the module. `run` is for the engine thread, `turn` for tests and the simulator."""
+
+    def __init__(
+        self,
+        parts: WorkerParts,
+        runner: StepRunner,
+        cache: PrefixCache,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        tier: Tier,
+        overlap: Overlap = "off",
+        token_budget: int = 0,
+    ) -> None:
+        """overlap: whether to use async scheduling. token_budget: prompt tokens per step; 0 for a tier without prompts."""
+        self._parts, self._runner, self._cache = parts, runner, cache
+        self._scheduler, self._requests, self._tier = scheduler, requests, tier
+        self._reporter = LoadReporter(parts.sessions, cache)
+        self._overlaps = runner.runs_ahead if overlap == "auto" else overlap == "on"
+        self._in_flight: _StepInFlight | None = None
+        self._delivered_at = 0.0
+        self._num_failed_steps = 0
+        self._rate, self._least_rated_tokens = Rate(), max(1, token_budget // 2)
+        self.is_busy = False
+        """The last turn had something to compute, so the next one must not wait for messages."""
         self._checked_at = 0.0
         self._has_wrong_pages = False
         """Found once; they stay wrong."""
 
+    def __repr__(self) -> str:
+        in_flight = f", a step of {len(self._in_flight.step.batch)} in flight" if self._in_flight is not None else ""
+        return f"<{'draining ' if self._requests.is_draining else ''}EngineLoop {self._requests!r}{in_flight}>"
+
     def run(self) -> None:
         """Runs until a Stop message, or until everything is done after a Drain message."""
-        is_busy = False
-        while self._receive(wait=not is_busy):
-            is_busy = self._turn()
+        while self.turn(wait=not self.is_busy):
+            pass
 
-    def turn(self) -> bool:
-        """Once through the loop, without waiting. False: it has ended."""
-        if not self._receive(wait=False):
+    def turn(self, wait: bool = False) -> bool:
+        """Once through the loop. wait: for a message, if there is none. False: the loop has ended."""
+        if not self._receive(wait):
             return False
-        self._turn()
-        return True
-
-    @abstractmethod
-    def _step(self) -> bool:
-        """Plans, launches and delivers steps. False: there was nothing to do."""
-
-    @abstractmethod
-    def _report_load(self) -> None:
-        """Tells routers and metrics how things stand."""
-
-    @abstractmethod
-    def _handle(self, message: InboxMessage) -> None:
-        """Acts on a message."""
-
-    @abstractmethod
-    def _hand_over(self) -> None:
-        """Gives everything that runs back to the routers."""
-
-    @abstractmethod
-    def _has_open_work(self) -> bool:
-        """Whether a request runs, a step is under way, or a page may still be touched by a transfer."""
-
-    @abstractmethod
-    def _page_owners(self) -> PageOwners:
-        """Who should own pages now."""
-
-    def _turn(self) -> bool:
-        health = self._parts.health
-        health.reached("planning and computing a step")
-        is_busy = self._step()
-        health.reached("reporting")
+        self._parts.health.reached("scheduling and computing a step")
+        had_step_in_flight = self._in_flight is not None
+        step = self._schedule()
+        if step is not None and step.batch:
+            self._run(step)
+        else:
+            self._deliver_in_flight()
+        self.is_busy = step is not None or had_step_in_flight
+        self._parts.health.reached("reporting")
         self._report_load()
         self._parts.sessions.flush()
-        return is_busy
+        return True
+
+    # receive
 
     def _receive(self, wait: bool) -> bool:
-        """Handles what arrived. False: the loop is over."""
-        if self._is_draining and not self._has_open_work():
+        """Handles the messages that have arrived. False: the loop has ended."""
+        if self._requests.is_draining and not self._has_open_work():
             return False
         if wait:
             self._check_pages()
@@ -102,24 +189,214 @@ class EngineLoop(ABC):
             if isinstance(message, Stop):
                 self._parts.sessions.flush()
                 return False
-            if isinstance(message, Drain):
-                self._is_draining = True
-                if message.hand_over:
-                    self._hand_over()
-            else:
-                self._handle(message)
+            self._handle(message)
         return True
+
+    def _has_open_work(self) -> bool:
+        return len(self._requests) > 0 or self._in_flight is not None or self._tier.has_open_transfers()
+
+    def _handle(self, message: InboxMessage) -> None:
+        match message:
+            case SessionOpened(session_id):
+                self._reporter.tell_newcomer(session_id)
+            case SessionCommand(session_id, request):
+                self._handle_command(session_id, request)
+            case SessionClosed(session_id):
+                self._reporter.session_closed(session_id)
+                for orphan in self._requests.of_session(session_id):
+                    self._requests.end(orphan, ABORTED)
+            case Drain(hand_over):
+                self._requests.is_draining = True
+                if hand_over:
+                    self._hand_over()
+        self._tier.handle(message)
+
+    def _handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> None:
+        match request.WhichOneof("command"):
+            case "abort":
+                found = self._requests.find(request.abort.ref, session_id)
+                if found is not None:
+                    self._requests.end(found, FINISHED if request.abort.is_complete else ABORTED)
+            case "flush_cache":
+                self._cache.flush()
+            case command:
+                if command in ("prefill", "generate"):
+                    self._reporter.prompt_received(session_id)
+                if not self._tier.handle_command(session_id, request):
+                    log.warning("ignored a command that this tier does not know", extra={"command": command})
+
+    def _hand_over(self) -> None:
+        """Gives everything that still computes back to the routers."""
+        self._deliver_in_flight()
+        for request in self._requests:
+            if not request.is_sending:
+                self._requests.end(request, ended_by(worker_pb2.CAUSE_DRAINING, "the worker is draining"))
+
+    def note_cached(self, sequence: Sequence) -> None:
+        """A prompt has begun: how much of it the prefix cache had is counted."""
+        self._reporter.prompt_begun(sequence.num_tokens, sequence.num_cached_tokens)
+        self._parts.metrics.cached_tokens.inc(sequence.num_cached_tokens)
+
+    # schedule
+
+    def _schedule(self) -> Step | None:
+        """The next step. Requests that have to go for it are gone. None: there is nothing to do."""
+        step = self._ask_scheduler(may_preempt=self._in_flight is None)
+        if step is not None and step.is_short_of_pages:
+            self._deliver_in_flight()
+            step = self._ask_scheduler(may_preempt=True)
+        return step
+
+    def _ask_scheduler(self, may_preempt: bool) -> Step | None:
+        limits = StepLimits(self._parts.clock.now(), self._rate.tokens_per_second, may_preempt)
+        step = self._scheduler.schedule(limits)
+        if step is None:
+            return None
+        for sequence in step.expired:
+            reason = "the deadline passed, or can't be met any more, before the prompt was computed"
+            self._requests.end(self._requests.scheduled(sequence), ended_by(worker_pb2.CAUSE_DEADLINE, reason))
+        for sequence in step.preempted:
+            self._tier.preempt(self._requests.scheduled(sequence))
+        return step
+
+    # run
+
+    def _run(self, step: Step) -> None:
+        """Launches a step, delivers the one before it, and samples."""
+        launched_at = self._parts.clock.now()
+        before, self._in_flight = self._in_flight, None
+        try:
+            self._note_begin(step)
+            on_layer_group = self._tier.before_run(step)
+            logits = self._runner.run(step.batch, on_layer_group, before.tokens if before is not None else None)
+            self._scheduler.update(step)
+            self._tier.after_launch(step, logits.is_written)
+            if before is not None:
+                self._deliver(before)
+                if _must_wait_for(logits):
+                    self._parts.sessions.flush()  # rather than after waiting for this step
+            for prompt in logits.prompts:
+                self._requests.scheduled(prompt.sequence).take_prompt_logits(prompt)
+            in_flight = self._sample(step, logits, launched_at)
+            if self._overlaps and in_flight.tokens is not None:
+                self._in_flight = in_flight
+            else:
+                self._deliver(in_flight)
+        except Exception as error:
+            self._fail_step(error, step.batch if before is None else before.step.batch + step.batch)
+
+    def _note_begin(self, step: Step) -> None:
+        for entry in step.decodes:
+            self._requests.scheduled(entry.sequence).begin_decode(entry.num_new_tokens)
+        for entry in step.prompts:
+            request = self._requests.scheduled(entry.sequence)
+            if request.num_chunks == 0:
+                self.note_cached(entry.sequence)
+            request.begin_chunk(entry.num_new_tokens)
+
+    def _sample(self, step: Step, logits: StepLogits, launched_at: float) -> _StepInFlight:
+        """Has the next tokens sampled. All tokens before them are known by now."""
+        sequences = [entry.sequence for entry in logits.scheduled]
+        tokens = self._runner.sample(logits.logits, sequences) if logits.logits is not None else None
+        for sequence in sequences:
+            sequence.num_pending_tokens = 1
+        return _StepInFlight(step, launched_at, sequences, tokens, logits.is_written is None or bool(sequences))
+
+    # deliver
+
+    def _deliver_in_flight(self) -> None:
+        """Waits for the step in flight, if there is one, and delivers its tokens."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        try:
+            self._deliver(in_flight)
+        except Exception as error:
+            self._fail_step(error, in_flight.step.batch)
+
+    def _deliver(self, in_flight: _StepInFlight) -> None:
+        """Gives each sequence its token. Sequences that have ended meanwhile get none."""
+        tokens = in_flight.tokens.wait() if in_flight.tokens is not None else []
+        for sequence, token in zip(in_flight.sequences, tokens, strict=True):
+            sequence.num_pending_tokens = 0
+            request = self._requests.of_sequence(sequence)
+            if request is not None:
+                self._append(request, token)
+        if in_flight.is_over_when_delivered:
+            self._num_failed_steps = 0
+        self._note_time(in_flight)
+
+    def _append(self, request: WorkerRequest, token: SampledToken) -> None:
+        if token.token_id is None:
+            reason = "the model's logits are not finite"
+            self._requests.end(request, ended_by(worker_pb2.CAUSE_NOT_FINITE, reason))
+            return
+        output = request.append(token.token_id, token)
+        self._parts.metrics.output_tokens.inc()
+        self._parts.sessions.add_output(request.session_id, output)
+        self._tier.after_token(request, token.token_id, output)
+
+    def _note_time(self, in_flight: _StepInFlight) -> None:
+        now, num_tokens = self._parts.clock.now(), in_flight.step.num_prompt_tokens
+        seconds = now - max(in_flight.launched_at, self._delivered_at)
+        self._delivered_at = now
+        self._rate.add(num_tokens, seconds, in_flight.is_over_when_delivered, self._least_rated_tokens)
+        self._parts.metrics.step_seconds.observe(seconds)
+        self._parts.metrics.prompt_tokens.inc(num_tokens)
+
+    def _fail_step(self, error: Exception, batch: Seq[ScheduledSequence]) -> None:
+        """The sequences of a batch can't be computed here: their requests are retried."""
+        log.error("a step failed", exc_info=error)
+        self._runner.settle()  # what was launched may still write to pages that are freed now
+        for entry in batch:
+            request = self._requests.of_sequence(entry.sequence)
+            if request is not None and not request.is_sending:
+                self._requests.end(request, ended_by(worker_pb2.CAUSE_STEP_FAILED, f"the step failed: {error}"))
+        self._num_failed_steps += 1
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            # A dead worker's requests continue elsewhere. A broken worker that lives would attract more requests.
+            self._parts.sessions.flush()
+            raise error
+
+    # report
+
+    def _report_load(self) -> None:
+        load, metrics, counts = self._scheduler.load(), self._parts.metrics, self._parts.pool.counts()
+        num_sequences = sum(load.sequences.values())
+        metrics.set_sequences(load.sequences, num_sending=len(self._requests) - num_sequences)
+        report = worker_pb2.LoadReport(
+            free_pages=counts.free,
+            held_pages=counts.held,
+            cached_pages=counts.cached,
+            pinned_pages=counts.pinned,
+            quarantined_pages=counts.quarantined,
+            expected_growth_pages=load.expected_growth_pages,
+            num_sequences=num_sequences,
+            queued_tokens=load.queued_tokens,
+            running_tokens=load.running_tokens,
+            queued_seconds=self._rate.seconds_for(load.queued_tokens + load.running_tokens),
+            tokens_per_second=self._rate.tokens_per_second or 0.0,
+            step_ms=self._rate.step_seconds * 1e3,
+            hit_rate=self._reporter.hit_rate,
+        )
+        metrics.set_load(report, load.refusals, load.num_restarts)
+        self._reporter.report(report)
 
     def _check_pages(self) -> None:
         """At rest: every page belongs to whom the requests say. If not, this worker must not go on as if it did."""
-        now = time.monotonic()
+        now = self._parts.clock.now()
         if now - self._checked_at < CHECK_SECONDS or self._has_wrong_pages:
             return
         self._checked_at = now
-        owners = self._page_owners()
+        owners = self._tier.page_owners()
         faults = self._parts.pool.check(owners.tables, owners.reads, owners.writes)
         if faults:
             self._has_wrong_pages = True
             reason = "pages do not add up: " + "; ".join(faults)
             log.error("%s\nlast changes: %s", reason, "\n".join(self._parts.pool.history()))
             self._parts.health.set_fault(PAGES, reason)
+
+
+def _must_wait_for(logits: StepLogits) -> bool:
+    """Whether the host must wait for a step before it can go on."""
+    return bool(logits.prompts) or any(entry.sequence.sampling.has_filter for entry in logits.scheduled)

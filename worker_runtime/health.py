@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
 from protos import worker_pb2
+from rpc.clock import Clock
 
 ENGINE, TRANSFERS, PAGES = "engine", "transfers", "pages"
 """Kinds of faults. Of the first two a worker may recover; pages that do not add up stay wrong."""
@@ -21,31 +21,31 @@ ENGINE, TRANSFERS, PAGES = "engine", "transfers", "pages"
 class Health:
     """A worker's state."""
 
-    def __init__(self) -> None:
-        self.on_change: Callable[[], None] = lambda: None
-        """Called by whichever thread changed the state."""
+    def __init__(self, clock: Clock, on_change: Callable[[], None]) -> None:
+        """on_change: called by whichever thread changed the state."""
+        self._clock, self._on_change = clock, on_change
         self.is_draining = False
         self._faults: dict[str, str] = {}
         self._doing = ""
         self._since: float | None = None
-        """time.monotonic() at which the engine thread began that; None while it waits for work."""
+        """When the engine thread began that; None while it waits for work."""
 
     def drain(self) -> None:
         """The worker was told to end."""
         self.is_draining = True
-        self.on_change()
+        self._on_change()
 
     def set_fault(self, kind: str, reason: str) -> None:
         """Something is wrong."""
         is_new = kind not in self._faults
         self._faults[kind] = reason
         if is_new:
-            self.on_change()
+            self._on_change()
 
     def clear_fault(self, kind: str) -> None:
         """It is right again. Harmless if it always was."""
         if self._faults.pop(kind, None) is not None:
-            self.on_change()
+            self._on_change()
 
     def event(self) -> worker_pb2.WorkerStateEvent:
         """What routers are told."""
@@ -64,7 +64,7 @@ class Health:
 
     def reached(self, doing: str) -> None:
         """Called on the engine thread when it begins something."""
-        self._doing, self._since = doing, time.monotonic()
+        self._doing, self._since = doing, self._clock.now()
 
     def waits(self) -> None:
         """Called on the engine thread before it waits for work: it may take as long as it likes."""
@@ -73,7 +73,7 @@ class Health:
     def watch_engine(self, thread: threading.Thread, limit_seconds: float) -> str | None:
         """Sets or clears the fault of an engine thread without progress. Returns its stack when that is set."""
         since = self._since
-        standing = 0.0 if since is None else time.monotonic() - since
+        standing = 0.0 if since is None else self._clock.now() - since
         if standing <= limit_seconds:
             self.clear_fault(ENGINE)
             return None

@@ -6,6 +6,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kv_transfer.request_ref import RequestRef
 from kv_transfer.transfer_thread import TransferEvent
 from protos import kv_pb2, worker_pb2
 
@@ -33,52 +34,49 @@ class SessionClosed:
 
 
 @dataclass(frozen=True)
-class CloseTicket:
-    """A decode worker asks its writer to let go of a ticket.
+class RevokeTicket:
+    """A decode worker takes its pages back from this worker.
 
-    `done` is to be called once nothing is open and nothing can be sent any more; with True if a write failed, so that
-    some of its bytes may still be in the network.
+    `on_revoked` is to be called once nothing is open and nothing can be sent any more. It is called with True if a write
+    failed, so that some of its bytes may still be in the network.
     """
 
-    request: kv_pb2.CloseTicketRequest
-    done: Callable[[bool], None]
+    request: kv_pb2.RevokeTicketRequest
+    on_revoked: Callable[[bool], None]
 
 
 @dataclass(frozen=True)
 class WriterGone:
     """The writer of a ticket let go of it, or its process is gone."""
 
-    request_id: str
-    attempt: int
+    ref: RequestRef
     reason: str
     needs_fence: bool = False
     """Bytes of a broken connection may still be in the network."""
 
 
 @dataclass(frozen=True)
-class WriterMet:
-    """The writer of test pages was looked for at its address."""
+class WriterChecked:
+    """It was checked whether the writer of test pages responds at the address that it advertises."""
 
     agent_name: str
-    probe_id: str
+    test_id: str
     reason: str
-    """Empty: it answers there."""
+    """Empty: it does. Else what is wrong."""
 
 
 @dataclass(frozen=True)
 class TicketOverdue:
-    """A writer has sent everything of a ticket some time ago, so the owner should know by now."""
+    """A writer has sent everything of a ticket some time ago, so its notification must have come by now."""
 
-    request_id: str
-    attempt: int
+    ref: RequestRef
 
 
 @dataclass(frozen=True)
 class QuarantineTimeout:
     """Pages have been in quarantine for as long as the operator wants to wait."""
 
-    request_id: str
-    attempt: int
+    ref: RequestRef
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Drain:
     """Take nothing new, and end the loop when all is done."""
 
     hand_over: bool
-    """Give what runs back to the routers instead of running it to its end."""
+    """Requeue what runs: give it back to the routers instead of running it to its end."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +96,9 @@ InboxMessage = (
     SessionOpened
     | SessionCommand
     | SessionClosed
-    | CloseTicket
+    | RevokeTicket
     | WriterGone
-    | WriterMet
+    | WriterChecked
     | TicketOverdue
     | QuarantineTimeout
     | Drain

@@ -33,6 +33,17 @@ class LoadReporter:
         self._num_received: Counter[int] = Counter()
         """Prompts by session."""
         self._num_reported: Counter[int] = Counter()
+        self._num_prompt_tokens = self._num_hit_tokens = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that the prefix cache had, since the start."""
+        return self._num_hit_tokens / self._num_prompt_tokens if self._num_prompt_tokens else 0.0
+
+    def prompt_begun(self, num_tokens: int, num_cached_tokens: int) -> None:
+        """A prompt was looked up in the prefix cache."""
+        self._num_prompt_tokens += num_tokens
+        self._num_hit_tokens += num_cached_tokens
 
     def prompt_received(self, session_id: int) -> None:
         """A router sent a prompt: from the next report on it is in the numbers."""

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.page_pool import PagePool
+from protos import worker_pb2
 from rpc.metrics import STEP_BUCKETS
 
 PAGE_OWNERS = ("free", "held", "cached", "pinned", "quarantined")
+ENDS = ("finished", "aborted", "preempted", "requeued", "failed", "refused")
+"""How a request may end at a worker; see `worker_runtime.request_table`. Refused requests never began."""
 
 
 class WorkerMetrics:
@@ -29,7 +32,7 @@ class WorkerMetrics:
         self.cached_tokens = counter("kvferry_cached_tokens_total", "Prompt tokens found in the prefix cache").labels(
             tier
         )
-        self.output_tokens = counter("kvferry_output_tokens_total", "Tokens chosen").labels(tier)
+        self.output_tokens = counter("kvferry_output_tokens_total", "Tokens sampled").labels(tier)
         self.kv_bytes = counter("kvferry_kv_bytes_total", "Bytes of KV pages moved, counted by the writer").labels(tier)
         self.kv_write_failures = counter("kvferry_kv_write_failures_total", "Page writes that failed").labels(tier)
         self.ignored_notifications = counter(
@@ -55,13 +58,13 @@ class WorkerMetrics:
         )
         self.prompt_restarts = Gauge(
             "kvferry_prompt_restarts",
-            "Half-done prompts that gave their pages back since the start",
+            "Half-computed prompts that gave their pages back since the start",
             labels,
             registry=self.registry,
         ).labels(tier)
         self._preemptions = Counter(
             "kvferry_preemptions_total",
-            "Sequences handed back for lack of pages; repeated: for the second time or more, which should be rare",
+            "Sequences preempted for lack of pages; repeated: for the second time or more, which should be rare",
             ["tier", "repeated"],
             registry=self.registry,
         )
@@ -84,7 +87,7 @@ class WorkerMetrics:
         self._tier = tier
         for repeated in ("false", "true"):
             self._preemptions.labels(tier, repeated)
-        for end in ("finished", "aborted", "failed"):
+        for end in ENDS:
             self.requests.labels(tier, end)
         sequences = Gauge("kvferry_sequences", "Sequences by state", ["tier", "state"], registry=self.registry)
         self._sequences = sequences
@@ -102,19 +105,25 @@ class WorkerMetrics:
         )
 
     def count_end(self, end: str) -> None:
-        """A request ended: "finished", "aborted" or "failed"."""
+        """A request has ended: one of ENDS."""
         self.requests.labels(self._tier, end).inc()
 
     def count_preemption(self, is_repeated: bool) -> None:
-        """A sequence was handed back."""
+        """A sequence was preempted."""
         self._preemptions.labels(self._tier, str(is_repeated).lower()).inc()
 
-    def set_refusals(self, by_reason: Mapping[str, int]) -> None:
-        """Sets how often prompts were told to wait, by what was short."""
-        for reason, number in by_reason.items():
-            self._refusals.labels(self._tier, reason).set(number)
-
-    def set_sequences(self, **by_state: int) -> None:
-        """Sets the number of sequences per state."""
+    def set_sequences(self, by_state: Mapping[str, int], num_sending: int) -> None:
+        """Sets the number of sequences per state. num_sending: those of which only pages are left to send."""
         for state, number in by_state.items():
             self._sequences.labels(self._tier, state).set(number)
+        if self._tier == "prefill":
+            self._sequences.labels(self._tier, "sending").set(num_sending)
+
+    def set_load(self, load: worker_pb2.LoadReport, refusals: Mapping[str, int], num_restarts: int) -> None:
+        """Sets what routers are told, and what a scheduler has counted since the start."""
+        self.queued_seconds.set(load.queued_seconds)
+        self.tokens_per_second.set(load.tokens_per_second)
+        self.expected_growth_pages.set(load.expected_growth_pages)
+        self.prompt_restarts.set(num_restarts)
+        for reason, number in refusals.items():
+            self._refusals.labels(self._tier, reason).set(number)

@@ -15,6 +15,7 @@ import grpc
 
 from kv_transfer.layout import PROTOCOL_VERSION
 from protos import worker_pb2, worker_pb2_grpc
+from rpc.clock import Clock
 from worker_runtime.health import Health
 from worker_runtime.inbox import Inbox, SessionClosed, SessionCommand, SessionOpened
 
@@ -30,8 +31,8 @@ Events = asyncio.Queue[worker_pb2.SessionResponse]
 class Sessions:
     """The open sessions' outgoing queues. The engine thread writes, the event loop reads."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, inbox: Inbox) -> None:
-        self._loop, self._inbox = loop, inbox
+    def __init__(self, clock: Clock, inbox: Inbox) -> None:
+        self._clock, self._inbox = clock, inbox
         self._queues: dict[int, Events] = {}
         self._pending: dict[int, list[worker_pb2.SessionResponse]] = defaultdict(list)
 
@@ -40,7 +41,7 @@ class Sessions:
         return self._queues.setdefault(session_id, asyncio.Queue())
 
     def tell_all(self, event: worker_pb2.SessionResponse) -> None:
-        """Called on the event loop: sends something that is not about requests, ahead of what is not flushed."""
+        """Called on the event loop: sends an event that is not about requests, ahead of events that are not flushed."""
         for queue in self._queues.values():
             queue.put_nowait(event)
 
@@ -69,11 +70,18 @@ class Sessions:
         """Called on the engine thread; goes out with the next `flush`."""
         self._pending[session_id].append(event)
 
+    def add_output(self, session_id: int, output: worker_pb2.TokenOutput) -> None:
+        """Like `add`, for new tokens: tokens that follow each other go out in one message."""
+        pending = self._pending[session_id]
+        if not pending or not pending[-1].HasField("step_output"):
+            pending.append(worker_pb2.SessionResponse())
+        pending[-1].step_output.outputs.append(output)
+
     def flush(self) -> None:
         """Hands everything added to the event loop, in one call."""
         if self._pending:
             pending, self._pending = dict(self._pending), defaultdict(list)
-            self._loop.call_soon_threadsafe(self._put_all, pending)
+            self._clock.call_soon_threadsafe(self._put_all, pending)
 
     def _put_all(self, pending: dict[int, list[worker_pb2.SessionResponse]]) -> None:
         for session_id, events in pending.items():

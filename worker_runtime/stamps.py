@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 from protos import worker_pb2
 
 
 class Stamps:
-    """The stages a request reached at this worker, until they are sent."""
+    """The stages that a request has reached at this worker, until they are sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._reached: dict[worker_pb2.Stage.ValueType, float] = {}
         self._sent: set[worker_pb2.Stage.ValueType] = set()
 
     def reach(self, stage: worker_pb2.Stage.ValueType) -> None:
         """Notes a stage; only the first time counts."""
-        self._reached.setdefault(stage, time.monotonic())
+        if stage not in self._reached:
+            self._reached[stage] = self._now()
 
     def take(self) -> list[worker_pb2.StageStamp]:
-        """Those not sent before."""
-        now = time.monotonic()
+        """The stages that were not sent before."""
+        if len(self._sent) == len(self._reached):
+            return []
+        now = self._now()
         stamps = [
             worker_pb2.StageStamp(stage=stage, age_us=int((now - reached) * 1e6))
             for stage, reached in self._reached.items()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.attention.base import AttentionOptions, AttentionPlan
-from engine.device import Launched, to_device
+from engine.device import DeviceEvent, to_device
 from engine.kv_cache import KvCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
@@ -124,7 +124,7 @@ class FlashInferAttention:
         self.layers = [(kv_cache.tensor[:, n, 0], kv_cache.tensor[:, n, 1]) for n in range(shape.num_layers)]
         """Keys and values of each layer: [num_pages, num_kv_heads, page_size, head_dim]."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._planned: Launched | None = None
+        self._planned: DeviceEvent | None = None
         self.chunk_wrappers = {asked: self.make_chunk_wrapper() for asked in self.options}
         self.step_wrappers = {asked: self.make_step_wrapper() for asked in self.options}
         """For steps outside CUDA graphs."""
@@ -200,7 +200,7 @@ class FlashInferAttention:
     def all_planned(self) -> None:
         """To be called once a step is planned, before it is launched."""
         if self.device.type == "cuda":
-            self._planned = Launched()
+            self._planned = DeviceEvent()
 
     def warm_up(self) -> None:
         """Builds all kernels that steps of this model use, and runs them: a chunk, and a single token.

@@ -2,59 +2,50 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from colocated_service import loop as colocated_loop
 from colocated_service.config import ColocatedConfig
 from colocated_service.loop import ColocatedLoop
 from engine.config import EngineConfig
-from engine.page_pool import PagePool
+from kv_transfer.request_ref import RequestRef
 from protos import inference_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker_runtime.inbox import Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
-from worker_runtime.metrics import WorkerMetrics
-from worker_runtime.parts import WorkerParts
-from worker_runtime.process import MAX_FAILED_STEPS
+from tests.scripted import VOCAB, ScriptedRunner, make_parts, make_ref, make_spec
+from worker_runtime.engine_loop import MAX_FAILED_STEPS
+from worker_runtime.inbox import Drain, SessionClosed, SessionCommand, SessionOpened
+from worker_runtime.request import WorkerRequest
 
 
 class Rig:
     """A worker whose loop is turned by hand."""
 
-    def __init__(self, num_pages=32, token_budget=8, **options):
-        self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
-        self.pool = PagePool(num_pages)
-        self.metrics = WorkerMetrics("colocated", self.pool)
-        parts = WorkerParts(
-            runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=None, transport_name="local", page_bytes=64,
-            vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics, loop=ImmediateLoop(),
-            probe_pages=FakeProbePages(), worker_id="c", incarnation_id="1", agent_name="c/1",
-            address="c:1",
-        )  # fmt: skip
+    def __init__(self, num_pages=32, token_budget=8, runner=None, parts=None, **options):
+        self.runner = runner or ScriptedRunner()
+        self.parts = parts = make_parts("colocated", "c", num_pages, **(parts or {}))
+        self.inbox, self.sessions, self.pool, self.metrics = parts.inbox, parts.sessions, parts.pool, parts.metrics
+        self.clock = parts.clock
         config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
-        self.worker = ColocatedLoop(parts, self.runner, config)
+        self.loop = ColocatedLoop(parts, self.runner, config)
 
     def turn(self, times=1):
         for _ in range(times):
-            assert self.worker.turn()
+            assert self.loop.turn()
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
 
     def generate(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0, **options):
-        defaults = {
-            "stop": worker_pb2.StopConfig(max_tokens=max_tokens),
-            "sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0),
-            "num_prompt_tokens": len(token_ids),
-        }
-        command = worker_pb2.GenerateCommand(
-            request_id=name, attempt=attempt, token_ids=token_ids, **(defaults | options)
-        )
-        self.command(session_id, generate=command)
+        spec = make_spec(token_ids, max_tokens, **options)
+        self.command(session_id, generate=worker_pb2.GenerateCommand(ref=make_ref(name, attempt), spec=spec))
+
+    def abort(self, name="r", session_id=1, is_complete=False):
+        self.command(session_id, abort=worker_pb2.AbortCommand(ref=make_ref(name), is_complete=is_complete))
+
+    def ended(self, cause=None):
+        """Requests that the worker has ended before their last token, by cause if a test gives one."""
+        return [e for e in self.sessions.of("request_ended") if cause in (None, e.cause)]
 
     def outputs(self, name="r", session_id=1):
-        return [o for e in self.sessions.of("step_output", session_id) for o in e.outputs if o.request_id == name]
+        return [o for e in self.sessions.of("step_output", session_id) for o in e.outputs if o.ref.request_id == name]
 
     def tokens(self, name="r", session_id=1):
         return [t for o in self.outputs(name, session_id) for t in o.token_ids]
@@ -78,15 +69,13 @@ def test_a_prompt_is_computed_in_chunks_and_its_answer_follows(rig):
     assert rig.tokens() == [7, 7, 7, 7]
     assert [o.first_index for o in rig.outputs()] == [0, 1, 2, 3]
     assert rig.outputs()[-1].finish_reason == inference_pb2.FINISH_REASON_LENGTH
-    [finished] = rig.sessions.of("transfer_finished")
-    assert (finished.kv_transfer.num_chunks, finished.kv_transfer.bytes) == (3, 0)
+    assert [o.num_chunks for o in rig.outputs()] == [3, 0, 0, 0]
+    assert [o.num_computed_prompt_tokens for o in rig.outputs()] == [0, 0, 0, 18]
     stages = {s.stage for o in rig.outputs() for s in o.stamps}
     assert stages == {
         worker_pb2.STAGE_PREFILL_STARTED, worker_pb2.STAGE_PREFILL_FINISHED, worker_pb2.STAGE_DECODE_STARTED,
         worker_pb2.STAGE_FINISHED,
     }  # fmt: skip
-    kinds = [e.WhichOneof("event") for e in rig.sessions.events[1]]
-    assert kinds.index("transfer_finished") < len(kinds) - 1 - kinds[::-1].index("step_output")
 
 
 def test_one_run_of_the_model_has_both_phases(rig):
@@ -118,10 +107,10 @@ def test_an_abort_frees_pages_in_every_state_and_only_for_its_own_router(rig):
     for turns in range(5):
         rig.generate(str(turns), token_ids=range(1, 19), max_tokens=10)
         rig.turn(turns)
-        rig.command(session_id=2, abort=worker_pb2.AbortCommand(request_id=str(turns)))
+        rig.abort(str(turns), session_id=2)
         rig.turn()
-        assert (str(turns), 0) in rig.worker._requests
-        rig.command(abort=worker_pb2.AbortCommand(request_id=str(turns)))
+        assert rig.loop.requests.get(RequestRef(str(turns), 0))
+        rig.abort(str(turns))
         rig.turn()
         assert rig.pool.counts().held == 0
 
@@ -133,7 +122,7 @@ def test_a_lost_router_takes_its_requests_along(rig):
     rig.inbox.put(SessionClosed(1))
     rig.turn(7)
     assert rig.tokens("theirs", 2) == [7] * 4
-    assert not rig.worker._requests
+    assert len(rig.loop.requests) == 0
 
 
 def test_broken_logits_fail_their_request_only(rig):
@@ -141,7 +130,7 @@ def test_broken_logits_fail_their_request_only(rig):
     rig.generate("broken", token_ids=(3,) * 4)
     rig.generate("fine", token_ids=(1,) * 4)
     rig.turn(5)
-    assert [f.request_id for f in rig.sessions.of("request_failed")] == ["broken"]
+    assert [e.ref.request_id for e in rig.ended(worker_pb2.CAUSE_NOT_FINITE)] == ["broken"]
     assert rig.tokens("fine") == [7] * 4
 
 
@@ -153,8 +142,7 @@ def test_steps_that_fail_are_retried_elsewhere_and_end_the_worker(rig):
             rig.turn()
     with pytest.raises(RuntimeError, match="out of luck"):
         rig.turn()
-    assert all(f.retryable for f in rig.sessions.of("request_failed"))
-    assert len(rig.sessions.of("request_failed")) == MAX_FAILED_STEPS
+    assert len(rig.ended(worker_pb2.CAUSE_STEP_FAILED)) == MAX_FAILED_STEPS
 
 
 @pytest.mark.parametrize(
@@ -168,22 +156,22 @@ def test_steps_that_fail_are_retried_elsewhere_and_end_the_worker(rig):
 def test_what_can_not_be_computed_is_refused(rig, changes, words):
     rig.generate(**changes)
     rig.turn()
-    assert words in rig.sessions.of("request_failed")[0].message
+    assert words in rig.sessions.of("refused")[0].message
 
 
 def test_one_key_runs_once(rig):
     rig.generate()
     rig.generate()
     rig.turn()
-    assert [f.message for f in rig.sessions.of("request_failed")] == ["request r, attempt 0, is known already"]
+    assert [r.message for r in rig.sessions.of("refused")] == ["request r, attempt 0, is known already"]
 
 
 def test_a_prompt_that_is_too_late_is_given_up(rig):
     rig.generate(deadline_ms=1)
     rig.turn()
-    time.sleep(0.01)
+    rig.clock.advance(0.01)
     rig.turn()
-    assert rig.sessions.of("request_failed")[0].status_code == 4
+    assert len(rig.ended(worker_pb2.CAUSE_DEADLINE)) == 1
 
 
 def test_a_newcomer_hears_of_cache_and_load(rig):
@@ -200,14 +188,18 @@ def test_a_newcomer_hears_of_cache_and_load(rig):
 def test_preempted_answers_are_counted_and_keep_their_tokens(overlap):
     rig = Rig(num_pages=6, token_budget=20, overlap=overlap)
     for _ in range(20):
-        rig.worker._scheduler.answers.lengths.learn(2, 12)
+        rig.loop.scheduler.decodes.lengths.learn(2, 12)
     for name in "abc":
         rig.generate(name, token_ids=(ord(name) % 40,) * 7, max_tokens=12)
     rig.turn(60)
     assert {name: len(rig.tokens(name)) for name in "abc"} == dict.fromkeys("abc", 12)
     for name in "abc":
         assert [o.first_index for o in rig.outputs(name)] == list(range(12))
-    preempted = sum(rig.metrics._preemptions.labels("colocated", r)._value.get() for r in ("false", "true"))
+    counted = [
+        rig.metrics.registry.get_sample_value("kvferry_preemptions_total", {"tier": "colocated", "repeated": repeated})
+        for repeated in ("false", "true")
+    ]
+    preempted = sum(counted)
     assert preempted > 0
     assert rig.pool.num_available == 6
 
@@ -219,10 +211,9 @@ def test_a_drained_worker_runs_on_or_hands_over_and_ends():
     rig.inbox.put(Drain(hand_over=False))
     rig.turn()
     rig.inbox.put(Drain(hand_over=True))
-    while rig.worker.turn():
+    while rig.loop.turn():
         pass
-    [handed] = rig.sessions.of("preempted")
-    assert handed.is_draining
+    [handed] = rig.ended(worker_pb2.CAUSE_DRAINING)
     assert list(handed.output_token_ids)
     assert rig.pool.counts().held == 0
 
@@ -235,7 +226,9 @@ def test_logprobs_of_a_prompt_do_not_hold_back_running_answers(monkeypatch):
     sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, num_logprobs=0, prompt_logprobs=True)
     rig.generate("new", token_ids=range(1, 9), sampling=sampling)
     monkeypatch.setattr(rig.sessions, "flush", lambda: log.append(f"{len(rig.tokens('running'))} tokens are out"))
-    take = colocated_loop.prompt_logprobs
-    monkeypatch.setattr(colocated_loop, "prompt_logprobs", lambda prompt: (log.append("wait"), take(prompt))[1])
+    take = WorkerRequest.take_prompt_logits
+    monkeypatch.setattr(
+        WorkerRequest, "take_prompt_logits", lambda self, prompt: (log.append("wait"), take(self, prompt))[1]
+    )
     rig.turn()
     assert log[:2] == ["2 tokens are out", "wait"]

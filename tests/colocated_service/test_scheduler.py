@@ -45,7 +45,7 @@ def step(scheduler):
     for sequence in sampled:
         sequence.token_ids.append(next(_unique))
     return (
-        [entry.sequence.sequence_id for entry in plan.answers],
+        [entry.sequence.sequence_id for entry in plan.decodes],
         [(entry.sequence.sequence_id, entry.num_new_tokens) for entry in plan.prompts],
         [sequence.sequence_id for sequence in plan.preempted],
     )
@@ -85,7 +85,7 @@ def test_places_for_sequences_are_shared_by_both_phases():
 
 def teach(scheduler, length, max_tokens):
     for _ in range(FEWEST):
-        scheduler.answers.lengths.learn(length, max_tokens)
+        scheduler.decodes.lengths.learn(length, max_tokens)
 
 
 def test_an_answer_without_a_page_waits_as_a_prompt_and_is_computed_again_in_place():
@@ -151,7 +151,7 @@ def test_a_resumed_answer_goes_ahead_of_new_prompts():
 def test_settings_that_can_not_work_are_refused(budget, sequences, words):
     with pytest.raises(ValueError, match=words):
         ColocatedConfig(EngineConfig(model="m"), token_budget=budget, max_num_sequences=sequences)
-    ColocatedConfig(EngineConfig(model="m"), token_budget=8, max_num_sequences=8, policy="prefill_first")
+    ColocatedConfig(EngineConfig(model="m"), token_budget=8, max_num_sequences=8, step_policy="prefill_first")
 
 
 @settings(max_examples=150, deadline=None)

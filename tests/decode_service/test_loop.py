@@ -7,19 +7,19 @@ import hashlib
 import pytest
 
 from decode_service.config import DecodeConfig
-from decode_service.loop import DecodeLoop
-from decode_service.ticket_closer import Writer
+from decode_service.loop import OVERDUE_SECONDS, DecodeLoop
+from decode_service.ticket_revoker import Writer
 from engine.config import EngineConfig
-from engine.page_pool import PagePool
 from kv_transfer.base import Notification
+from kv_transfer.request_ref import RequestRef
 from kv_transfer.transfer_thread import Fenced
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker_runtime.inbox import Drain, Inbox, SessionClosed, SessionCommand, WriterGone
-from worker_runtime.metrics import WorkerMetrics
-from worker_runtime.parts import WorkerParts
+from tests.scripted import VOCAB, ScriptedRunner, make_parts, make_ref, make_spec
+from worker_runtime.engine_loop import CHECK_SECONDS
+from worker_runtime.inbox import Drain, SessionClosed, SessionCommand, WriterGone
 
 NUM_PAGES = 16
+R = RequestRef("r", 0)
 
 
 class FakeTransfers:
@@ -35,62 +35,55 @@ class FakeTransfers:
         self.fences.append(tag)
 
 
-class FakeCloser:
-    """Notes which tickets are to be closed."""
+class FakeRevoker:
+    """Notes which tickets are revoked and which addresses are checked."""
 
     def __init__(self):
-        self.asked, self.met, self.why_not_met = [], [], ""
+        self.revoked, self.checked, self.what_is_wrong = [], [], ""
 
-    def meet(self, writer, on_met):
-        self.met.append(writer)
-        on_met(self.why_not_met)
+    def check_address(self, writer, on_checked):
+        self.checked.append(writer)
+        on_checked(self.what_is_wrong)
 
-    def settled(self, request_id, attempt):
+    def settled(self, ref):
         pass
 
-    def close(self, agent_name, request_id, attempt, writer):
+    def revoke(self, agent_name, ref, writer):
         assert writer == Writer("p/1", "1", "p:1")
-        self.asked.append((request_id, attempt))
+        self.revoked.append(ref)
 
 
 class Rig:
     """A worker whose loop is turned by hand."""
 
-    def __init__(self, num_pages=NUM_PAGES, **options):
-        self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
-        self.pool, self.closer, self.transfers = PagePool(num_pages), FakeCloser(), FakeTransfers()
-        self.metrics = WorkerMetrics("decode", self.pool)
-        self.loop, self.probe_pages = ImmediateLoop(), FakeProbePages()
-        parts = self.parts = WorkerParts(
-            runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
-            page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions, metrics=self.metrics,
-            loop=self.loop, probe_pages=self.probe_pages, worker_id="d", incarnation_id="1", agent_name="d/1",
-            address="d:1",
-        )  # fmt: skip
+    def __init__(self, num_pages=NUM_PAGES, runner=None, **options):
+        self.revoker, self.transfers, self.runner = FakeRevoker(), FakeTransfers(), runner or ScriptedRunner()
+        self.parts = parts = make_parts("decode", "d", num_pages, self.transfers)
+        self.inbox, self.sessions, self.pool, self.metrics = parts.inbox, parts.sessions, parts.pool, parts.metrics
+        self.clock, self.test_pages = parts.clock, parts.test_pages
         config = DecodeConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
-        self.worker = DecodeLoop(parts, self.runner, self.closer, config)
+        self.loop = DecodeLoop(parts, self.runner, self.revoker, config)
 
     def turn(self):
         """One turn of the loop, without waiting."""
-        assert self.worker.turn()
+        assert self.loop.turn()
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
         self.turn()
 
     def reserve(self, name="r", token_ids=(1,) * 10, max_tokens=4, session_id=1, attempt=0, **options):
-        defaults = {
-            "stop": worker_pb2.StopConfig(max_tokens=max_tokens),
-            "sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0),
-        }
+        writer = worker_pb2.PageWriter(agent_name="p/1", incarnation_id="1", address="p:1")
         command = worker_pb2.ReserveCommand(
-            request_id=name, attempt=attempt, token_ids=token_ids, num_prompt_tokens=len(token_ids),
-            writer_agent_name="p/1", writer_incarnation_id="1", writer_address="p:1", **(defaults | options),
-        )  # fmt: skip
+            ref=make_ref(name, attempt), spec=make_spec(token_ids, max_tokens, **options), writer=writer
+        )
         self.command(session_id, reserve=command)
 
-    def hear(self, sender="p/1", name="r", **fields):
-        message = kv_pb2.KvNotification(request_id=name, **fields)
+    def abort(self, name="r", attempt=0, session_id=1, is_complete=False):
+        self.command(session_id, abort=worker_pb2.AbortCommand(ref=make_ref(name, attempt), is_complete=is_complete))
+
+    def hear(self, sender="p/1", name="r", attempt=0, **fields):
+        message = kv_pb2.KvNotification(ref=make_ref(name, attempt), **fields)
         self.inbox.put(Notification(sender, message.SerializeToString()))
         self.turn()
 
@@ -101,7 +94,11 @@ class Rig:
         return [t for e in self.sessions.of("step_output") for o in e.outputs for t in o.token_ids]
 
     def ignored(self):
-        return self.metrics.ignored_notifications._value.get()
+        return self.metrics.registry.get_sample_value("kvferry_ignored_notifications_total", {"tier": "decode"})
+
+    def ended(self, cause=None, session_id=1):
+        """Requests that the worker has ended before their last token, by cause if a test gives one."""
+        return [e for e in self.sessions.of("request_ended", session_id) if cause in (None, e.cause)]
 
     def __repr__(self):
         return repr(self.pool)
@@ -127,17 +124,17 @@ def test_a_request_decodes_once_every_page_is_there(rig):
     assert last.finish_reason == inference_pb2.FINISH_REASON_LENGTH
     assert last.num_computed_prompt_tokens == 0
     assert repr(rig) == "<PagePool 13 free, 0 held, 3 cached>"
-    assert rig.closer.asked == []
+    assert rig.revoker.revoked == []
 
 
 def test_pages_of_an_aborted_request_wait_for_their_writer(rig):
     rig.reserve()
     rig.hear(first_page=0, num_pages=1)
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
+    rig.abort()
     assert repr(rig) == "<PagePool 13 free, 0 held, 3 quarantined>"
-    assert rig.closer.asked == [("r", 0)]
+    assert rig.revoker.revoked == [R]
     assert rig.transfers.expecting, "bytes on their way must still be taken in"
-    rig.inbox.put(WriterGone("r", 0, "closed"))
+    rig.inbox.put(WriterGone(R, "closed"))
     rig.turn()
     rig.turn()
     assert repr(rig) == "<PagePool 16 free, 0 held>"
@@ -149,10 +146,10 @@ def test_pages_of_an_aborted_request_wait_for_their_writer(rig):
 )
 def test_the_writers_last_message_frees_quarantined_pages_too(rig, message):
     rig.reserve()
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
+    rig.abort()
     rig.hear(**message)
     assert repr(rig) == "<PagePool 16 free, 0 held>"
-    rig.inbox.put(WriterGone("r", 0, "late"))
+    rig.inbox.put(WriterGone(R, "late"))
     rig.turn()
     assert repr(rig) == "<PagePool 16 free, 0 held>"
 
@@ -168,17 +165,17 @@ def test_strangers_old_attempts_and_repetitions_are_ignored_and_counted(rig):
     rig.turn()
     assert rig.ignored() == 5
     assert rig.runner.steps == []
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r", attempt=1))
+    rig.abort(attempt=1)
 
 
 def test_pages_of_a_dead_writer_wait_for_bytes_in_the_network(rig):
     rig.reserve()
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
-    rig.inbox.put(WriterGone("r", 0, "gone", needs_fence=True))
+    rig.abort()
+    rig.inbox.put(WriterGone(R, "gone", needs_fence=True))
     rig.turn()
-    assert rig.transfers.fences == [("r", 0)]
+    assert rig.transfers.fences == [R]
     assert repr(rig) == "<PagePool 13 free, 0 held, 3 quarantined>"
-    rig.inbox.put(Fenced(("r", 0)))
+    rig.inbox.put(Fenced(R))
     rig.turn()
     assert repr(rig) == "<PagePool 16 free, 0 held>"
 
@@ -186,35 +183,36 @@ def test_pages_of_a_dead_writer_wait_for_bytes_in_the_network(rig):
 def test_a_writer_that_gives_up_fails_the_request_so_that_it_is_retried(rig):
     rig.reserve()
     rig.hear(closed=True, close_reason="no power")
-    [failed] = rig.sessions.of("request_failed")
-    assert (failed.status_code, failed.message, failed.retryable) == (14, "prefill gave up: no power", True)
+    [ended] = rig.ended()
+    assert (ended.cause, ended.message) == (worker_pb2.CAUSE_TRANSFER_FAILED, "prefill gave up: no power")
     assert repr(rig) == "<PagePool 16 free, 0 held>"
 
 
 def test_an_answer_that_ended_with_its_first_token_is_no_failure(rig):
     rig.reserve()
-    rig.hear(closed=True, answer_ended=True)
-    assert rig.sessions.of("request_failed") == []
+    rig.hear(closed=True, ended_with_first_token=True)
+    assert rig.ended() == []
     assert repr(rig) == "<PagePool 16 free, 0 held>"
 
 
 def test_no_room_is_said_and_what_never_fits_is_refused(rig):
     rig.reserve("a", max_tokens=30)
     rig.reserve("b", max_tokens=30)
-    assert [r.short_of for r in rig.sessions.of("refused")] == ["pages"]
+    assert [r.cause for r in rig.sessions.of("refused")] == [worker_pb2.CAUSE_NO_PAGES]
     rig.reserve("c", max_tokens=500)
-    [failed] = rig.sessions.of("request_failed")
-    assert "need 128 pages, the decode worker has 16" in failed.message
     rig.reserve("d", token_ids=(VOCAB,))
-    assert "token ids must be in [0, 50)" in rig.sessions.of("request_failed")[-1].message
+    never = rig.sessions.of("refused")[1:]
+    assert [r.cause for r in never] == [worker_pb2.CAUSE_INVALID] * 2
+    assert "need 128 pages, the decode worker has 16" in never[0].message
+    assert "token ids must be in [0, 50)" in never[1].message
 
 
 def test_one_key_is_reserved_once_even_from_quarantine(rig):
     rig.reserve()
     rig.reserve()
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
+    rig.abort()
     rig.reserve()
-    assert [f.message for f in rig.sessions.of("request_failed")] == ["request r, attempt 0, is known already"] * 2
+    assert [r.message for r in rig.sessions.of("refused")] == ["request r, attempt 0, is known already"] * 2
 
 
 def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
@@ -222,14 +220,14 @@ def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
     rig.reserve("theirs", session_id=2)
     rig.inbox.put(SessionClosed(1))
     rig.turn()
-    assert rig.closer.asked == [("mine", 0)]
+    assert rig.revoker.revoked == [RequestRef("mine", 0)]
     rig.complete("theirs")
     assert rig.sessions.of("step_output", 2)
 
 
 def test_a_router_can_not_abort_anothers_request(rig):
     rig.reserve()
-    rig.command(session_id=2, abort=worker_pb2.AbortCommand(request_id="r"))
+    rig.abort(session_id=2)
     rig.complete()
     assert rig.tokens() == [7]
 
@@ -240,7 +238,7 @@ def test_broken_logits_fail_their_request_only(rig):
     rig.reserve("fine")
     rig.complete("fine")
     rig.complete("broken")
-    assert [f.request_id for f in rig.sessions.of("request_failed")] == ["broken"]
+    assert [e.ref.request_id for e in rig.ended(worker_pb2.CAUSE_NOT_FINITE)] == ["broken"]
     rig.turn()
     rig.turn()
     assert rig.tokens() == [7, 7, 7]
@@ -270,7 +268,7 @@ def test_a_wholly_known_prompt_needs_only_its_first_token():
         rig.complete(name, pages=len(ticket.page_ids))
     assert (list(ticket.page_ids), ticket.first_page_index) == ([], 2)
     assert len(rig.tokens()) == 2
-    assert rig.worker._by_sequence == {}
+    assert len(rig.loop.requests) == 0
 
 
 def test_a_flush_and_another_salt_find_nothing():
@@ -290,10 +288,15 @@ def test_without_a_prefix_cache_nothing_stays():
     assert repr(rig) == "<PagePool 16 free, 0 held>"
 
 
+def num_preempted(rig, repeated):
+    labels = {"tier": "decode", "repeated": repeated}
+    return rig.metrics.registry.get_sample_value("kvferry_preemptions_total", labels)
+
+
 def fill(rig, *names, **options):
     """Requests that were let in because answers used to be short."""
     for _ in range(20):
-        rig.worker._scheduler.lengths.learn(2, 20)
+        rig.loop.scheduler.lengths.learn(2, 20)
     for name in names:
         rig.reserve(name, token_ids=(ord(name[0]) % 40,) * 7, max_tokens=20, **options.get(name, {}))
     for name in names:
@@ -305,12 +308,14 @@ def test_a_request_that_is_handed_back_goes_with_all_its_tokens():
     fill(rig, "a", "b", "c", b={"session_id": 2})
     for _ in range(3):
         rig.turn()
-    [preempted] = rig.sessions.of("preempted")
-    assert preempted.request_id == "c"
-    sent = [t for e in rig.sessions.of("step_output") for o in e.outputs if o.request_id == "c" for t in o.token_ids]
+    [preempted] = rig.ended(worker_pb2.CAUSE_NO_PAGES)
+    assert preempted.ref.request_id == "c"
+    sent = [
+        t for e in rig.sessions.of("step_output") for o in e.outputs if o.ref.request_id == "c" for t in o.token_ids
+    ]
     assert list(preempted.output_token_ids) == [7, *sent], "the first token came from prefill"
     assert rig.pool.counts().quarantined == 0
-    assert rig.metrics._preemptions.labels("decode", "false")._value.get() == 1
+    assert num_preempted(rig, "false") == 1
 
 
 def test_handing_one_back_twice_is_counted_apart():
@@ -318,26 +323,26 @@ def test_handing_one_back_twice_is_counted_apart():
     fill(rig, "a", "b", "c", a={"was_preempted": True}, b={"was_preempted": True}, c={"was_preempted": True})
     for _ in range(3):
         rig.turn()
-    assert [p.request_id for p in rig.sessions.of("preempted")] == ["c"]
-    assert rig.metrics._preemptions.labels("decode", "true")._value.get() == 1
+    assert [p.ref.request_id for p in rig.ended(worker_pb2.CAUSE_NO_PAGES)] == ["c"]
+    assert num_preempted(rig, "true") == 1
 
 
 def test_a_reservation_that_is_handed_back_is_quarantined_until_its_writer_let_go():
     rig = Rig(num_pages=8)
     for _ in range(20):
-        rig.worker._scheduler.lengths.learn(2, 20)
+        rig.loop.scheduler.lengths.learn(2, 20)
     rig.reserve("a", token_ids=(1,) * 7, max_tokens=20)
     rig.reserve("b", token_ids=(2,) * 23, max_tokens=2)
     rig.complete("a", pages=2)
     for _ in range(3):
         rig.turn()
-    assert [p.request_id for p in rig.sessions.of("preempted")] == ["b"]
-    assert list(rig.sessions.of("preempted")[0].output_token_ids) == []
-    assert rig.closer.asked == [("b", 0)]
+    assert [p.ref.request_id for p in rig.ended(worker_pb2.CAUSE_NO_PAGES)] == ["b"]
+    assert list(rig.ended(worker_pb2.CAUSE_NO_PAGES)[0].output_token_ids) == []
+    assert rig.revoker.revoked == [RequestRef("b", 0)]
     before = len(rig.tokens())
     rig.turn()
     assert len(rig.tokens()) == before
-    rig.inbox.put(WriterGone("b", 0, "closed"))
+    rig.inbox.put(WriterGone(RequestRef("b", 0), "closed"))
     rig.turn()
     assert len(rig.tokens()) == before + 1
 
@@ -370,7 +375,7 @@ def test_logprobs_and_cache_events_go_out():
 def test_a_router_that_checked_badly_can_not_hurt_the_loop(rig, sampling, words):
     """Casebook C028: nothing unchecked reaches the engine."""
     rig.reserve(sampling=worker_pb2.SamplingConfig(**sampling))
-    assert words in rig.sessions.of("request_failed")[0].message
+    assert words in rig.sessions.of("refused")[0].message
 
 
 @pytest.mark.parametrize(
@@ -379,7 +384,7 @@ def test_a_router_that_checked_badly_can_not_hurt_the_loop(rig, sampling, words)
 )
 def test_stops_are_checked_too(rig, stop, words):
     rig.reserve(stop=worker_pb2.StopConfig(**stop))
-    assert words in rig.sessions.of("request_failed")[0].message
+    assert words in rig.sessions.of("refused")[0].message
 
 
 def test_tokens_that_a_step_brought_go_out_even_if_a_later_one_fails():
@@ -390,11 +395,11 @@ def test_tokens_that_a_step_brought_go_out_even_if_a_later_one_fails():
     rig.complete("b")
     rig.turn()
     before = len(rig.tokens())
-    rig.worker._by_sequence["b#0"].stop.finish_reason = lambda sequence: 1 / 0
+    rig.loop.requests.get(RequestRef("b", 0)).stop.finish_reason = lambda sequence: 1 / 0
     rig.turn()
     assert len(rig.tokens()) == before + 1
-    # Both go on elsewhere: the router knows how far each got.
-    assert [(f.request_id, f.retryable) for f in rig.sessions.of("request_failed")] == [("a", True), ("b", True)]
+    # Both continue elsewhere: the router knows how far each got.
+    assert [e.ref.request_id for e in rig.ended(worker_pb2.CAUSE_STEP_FAILED)] == ["a", "b"]
 
 
 def digest(content):
@@ -403,49 +408,48 @@ def digest(content):
 
 @pytest.mark.parametrize(("came", "equal"), [(b"noise", True), (b"something else", False)])
 def test_test_pages_are_compared_and_forgotten(rig, came, equal):
-    rig.probe_pages.content = came
-    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
+    rig.test_pages.content = came
+    rig.hear(name="", pair_test={"test_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
     rig.turn()
-    assert rig.closer.met == ([Writer("p/1", "1", "p:1")] if equal else [])
-    [event] = rig.sessions.of("probed")
-    assert (event.writer_agent_name, event.probe_id, event.equal) == ("p/1", "x", equal)
-    rig.hear(name="", probe={"probe_id": "y", "sha256": digest(b"noise")})
-    assert not rig.sessions.of("probed")[-1].equal, "only a new write makes them equal again"
+    assert rig.revoker.checked == ([Writer("p/1", "1", "p:1")] if equal else [])
+    [event] = rig.sessions.of("pair_tested")
+    assert (event.writer_agent_name, event.test_id, event.equal) == ("p/1", "x", equal)
+    rig.hear(name="", pair_test={"test_id": "y", "sha256": digest(b"noise")})
+    assert not rig.sessions.of("pair_tested")[-1].equal, "only a new write makes them equal again"
     assert rig.ignored() == 0
 
 
 def test_a_writer_that_is_not_at_its_address_is_not_paired(rig):
     """Its pages could never be taken back after its death."""
-    rig.closer.why_not_met = "p advertises p:1, where it does not answer"
-    rig.probe_pages.content = b"noise"
-    rig.hear(name="", probe={"probe_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
+    rig.revoker.what_is_wrong = "p advertises p:1, where it does not respond"
+    rig.test_pages.content = b"noise"
+    rig.hear(name="", pair_test={"test_id": "x", "sha256": digest(b"noise"), "writer_address": "p:1"})
     rig.turn()
-    [event] = rig.sessions.of("probed")
-    assert (event.equal, event.reason) == (True, "p advertises p:1, where it does not answer")
+    [event] = rig.sessions.of("pair_tested")
+    assert (event.equal, event.reason) == (True, "p advertises p:1, where it does not respond")
 
 
 def test_a_lost_notification_costs_seconds_not_the_request(rig):
     """Casebook C115, C088: the writer has sent everything, its word of it does not come."""
     rig.reserve()
     rig.hear(first_page=0, num_pages=2)
-    rig.command(transfer_done=worker_pb2.TransferDoneCommand(request_id="r"))
+    rig.command(transfer_done=worker_pb2.TransferDoneCommand(ref=make_ref()))
     rig.turn()
-    assert rig.sessions.of("request_failed") == []
-    rig.loop.pass_time()
+    assert rig.ended() == []
+    rig.clock.advance(OVERDUE_SECONDS)
     rig.turn()
-    [failed] = rig.sessions.of("request_failed")
-    assert failed.retryable
-    assert "notification did not come" in failed.message
-    assert rig.closer.asked == [("r", 0)]
+    [ended] = rig.ended(worker_pb2.CAUSE_TRANSFER_FAILED)
+    assert "notification did not come" in ended.message
+    assert rig.revoker.revoked == [R]
 
 
 def test_a_notification_that_came_late_but_came_starts_its_request(rig):
     rig.reserve()
-    rig.command(transfer_done=worker_pb2.TransferDoneCommand(request_id="r"))
+    rig.command(transfer_done=worker_pb2.TransferDoneCommand(ref=make_ref()))
     rig.complete()
-    rig.loop.pass_time()
+    rig.clock.advance(OVERDUE_SECONDS)
     rig.turn()
-    assert rig.sessions.of("request_failed") == []
+    assert rig.ended() == []
     assert rig.tokens()
 
 
@@ -454,8 +458,8 @@ def test_a_drained_worker_runs_on_takes_nothing_and_ends(rig):
     rig.complete()
     rig.inbox.put(Drain(hand_over=False))
     rig.reserve(name="new")
-    assert [(e.request_id, e.short_of) for e in rig.sessions.of("refused")] == [("new", "draining")]
-    while rig.worker.turn():
+    assert [(e.ref.request_id, e.cause) for e in rig.sessions.of("refused")] == [("new", worker_pb2.CAUSE_DRAINING)]
+    while rig.loop.turn():
         pass
     assert rig.tokens() == [7, 7, 7]
     assert rig.pool.counts().held == 0
@@ -467,21 +471,27 @@ def test_handed_over_requests_go_with_their_tokens_and_open_tickets_are_waited_f
     rig.reserve(name="being filled", token_ids=(2,) * 5)
     rig.inbox.put(Drain(hand_over=True))
     rig.turn()
-    handed = {e.request_id: (list(e.output_token_ids), e.is_draining) for e in rig.sessions.of("preempted")}
-    assert handed == {"r": ([7, *rig.tokens()], True), "being filled": ([], True)}
-    assert rig.worker.turn(), "a writer may still write"
-    rig.inbox.put(WriterGone("being filled", 0, "closed"))
-    rig.worker.turn()
-    assert not rig.worker.turn()
+    handed = {e.ref.request_id: list(e.output_token_ids) for e in rig.ended(worker_pb2.CAUSE_DRAINING)}
+    assert handed == {"r": [7, *rig.tokens()], "being filled": []}
+    assert rig.loop.turn(), "a writer may still write"
+    rig.inbox.put(WriterGone(RequestRef("being filled", 0), "closed"))
+    rig.loop.turn()
+    assert not rig.loop.turn()
+
+
+def rest(rig):
+    """The loop is about to wait, some time after its last check of pages."""
+    rig.clock.advance(CHECK_SECONDS)
+    rig.inbox.put(Notification("stranger", b""))
+    assert rig.loop.turn(wait=True)
 
 
 def test_pages_that_do_not_add_up_make_the_worker_not_ready(rig, caplog):
     rig.reserve()
-    rig.worker._check_pages()
+    rest(rig)
     assert rig.parts.health.event().state == worker_pb2.WORKER_STATE_READY
     rig.pool.allocate(2)  # somebody takes pages and forgets them
-    rig.worker._checked_at = 0.0
-    rig.worker._check_pages()
+    rest(rig)
     event = rig.parts.health.event()
     assert event.state == worker_pb2.WORKER_STATE_FAULTY
     assert "holders of 2 pages are not those of the requests" in event.reason
@@ -491,9 +501,12 @@ def test_pages_that_do_not_add_up_make_the_worker_not_ready(rig, caplog):
 def test_only_an_operator_may_let_time_free_a_page():
     rig = Rig(quarantine_timeout=30.0)
     rig.reserve()
-    rig.command(abort=worker_pb2.AbortCommand(request_id="r"))
-    assert rig.worker._quarantine_age() > 0
-    rig.loop.pass_time()
+    rig.abort()
+    rig.clock.advance(29.0)
+    rig.turn()
+    assert repr(rig) == "<PagePool 13 free, 0 held, 3 quarantined>"
+    assert rig.loop.tickets.quarantine_age() == 29.0
+    rig.clock.advance(1.0)
     rig.turn()
     assert repr(rig) == "<PagePool 16 free, 0 held>"
-    assert rig.worker._quarantine_age() == pytest.approx(0, abs=0.01)
+    assert rig.loop.tickets.quarantine_age() == 0

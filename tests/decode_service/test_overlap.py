@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sampler import Choice
+from engine.sampler import SampledToken
 from engine.sequence import Sequence
+from kv_transfer.request_ref import RequestRef
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.decode_service.test_loop import Rig
-from worker_runtime import answering_loop
+from tests.decode_service.test_loop import R, Rig
+from tests.scripted import ScriptedRunner, make_ref
+from worker_runtime.engine_loop import MAX_FAILED_STEPS
 from worker_runtime.inbox import Drain, SessionClosed, SessionCommand
-from worker_runtime.process import MAX_FAILED_STEPS
 
 
 class Device:
@@ -35,11 +36,11 @@ class Device:
                 self.tokens = [device.tokens.get((s.sequence_id, s.num_output_tokens), 7) for s in sequences]
                 device.log.append(f"choose {self.number}")
 
-            def choices(self):
+            def wait(self):
                 device.log.append(f"wait for {self.number}")
                 if device.fails_when_waited_for:
                     raise RuntimeError("the device is lost")
-                return [Choice(token) for token in self.tokens]
+                return [SampledToken(token) for token in self.tokens]
 
         def logged_flush():
             if rig.sessions.of("reserved"):
@@ -49,7 +50,7 @@ class Device:
 
         monkeypatch.setattr(rig.runner, "run", logged_run)
         monkeypatch.setattr(rig.sessions, "flush", logged_flush)
-        monkeypatch.setattr(answering_loop, "sample", Chosen)
+        rig.runner.sampler = Chosen
 
 
 @pytest.fixture
@@ -68,17 +69,18 @@ def begin(rig, name="r", **options):
 
 
 def abort(rig, name="r", is_complete=False):
-    rig.command(abort=worker_pb2.AbortCommand(request_id=name, is_complete=is_complete))
+    rig.abort(name, is_complete=is_complete)
 
 
 def at_rest(rig):
-    return rig.pool.counts().held == 0 and not rig.worker._has_open_work()
+    return rig.pool.counts().held == 0 and "in flight" not in repr(rig.loop) and not rig.loop.has_open_transfers()
 
 
 def test_by_default_only_devices_that_run_ahead_overlap():
-    assert not Rig().worker._overlaps
-    assert not Rig(overlap="off").worker._overlaps
-    assert Rig(overlap="on").worker._overlaps
+    for runs_ahead, overlap, is_in_flight in ((0, "auto", 0), (1, "auto", 1), (1, "off", 0), (0, "on", 1)):
+        rig = Rig(overlap=overlap, runner=ScriptedRunner(runs_ahead))
+        begin(rig)
+        assert ("in flight" in repr(rig.loop)) == bool(is_in_flight)
 
 
 def test_the_next_step_is_launched_before_the_last_is_waited_for(rig, device):
@@ -106,7 +108,7 @@ def test_a_row_whose_answer_has_ended_is_thrown_away(rig, device):
     of = {name: [] for name in ("r", "other")}
     for event in rig.sessions.of("step_output"):
         for output in event.outputs:
-            of[output.request_id] += output.token_ids
+            of[output.ref.request_id] += output.token_ids
     assert of == {"r": [7, 3], "other": [7] * 5}
     assert [name for step in rig.runner.steps for name, _ in step].count("r#0") == 3, "once too often"
     assert rig.tokens().count(3) == 1
@@ -118,7 +120,7 @@ def test_pages_of_a_step_under_way_are_not_told_to_a_writer_before_it_is_over(de
     device.tokens["r#0", 2] = 3
     begin(rig, stop=worker_pb2.StopConfig(max_tokens=40, stop_token_ids=[3]))
     begin(rig, "other", max_tokens=40, token_ids=(2,) * 5)
-    while rig.worker._requests.get(("r", 0)):
+    while rig.loop.requests.get(R):
         rig.turn()
     under_way = len(rig.runner.steps)
     freed = rig.pool.num_available
@@ -131,7 +133,7 @@ def test_pages_of_a_step_under_way_are_not_told_to_a_writer_before_it_is_over(de
 def test_a_request_may_go_while_its_step_is_under_way(rig, device, how):
     begin(rig, max_tokens=40)
     rig.turn()
-    assert rig.worker._has_step_under_way()
+    assert "in flight" in repr(rig.loop)
     if how == "session closed":
         rig.inbox.put(SessionClosed(1))
         rig.turn()
@@ -147,10 +149,10 @@ def test_the_same_id_again_is_another_request(rig, device):
     """A token of the old one comes when the new one has its place."""
     begin(rig, max_tokens=40)
     told = rig.tokens()
-    command = worker_pb2.AbortCommand(request_id="r")
+    command = worker_pb2.AbortCommand(ref=make_ref())
     rig.inbox.put(SessionCommand(1, worker_pb2.SessionRequest(abort=command)))
     rig.reserve(max_tokens=4)
-    assert rig.worker._by_sequence["r#0"].sequence.num_output_tokens == 0
+    assert rig.loop.requests.get(R).sequence.num_output_tokens == 0
     rig.complete()
     for _ in range(5):
         rig.turn()
@@ -162,11 +164,11 @@ def test_pages_of_an_ended_answer_are_found_again(monkeypatch):
     rig = Rig(overlap="on")
     Device(rig, monkeypatch)
     begin(rig, max_tokens=6)
-    while rig.worker._requests:
+    while len(rig.loop.requests):
         rig.turn()
     rig.turn()
     rig.reserve("next", token_ids=(1,) * 10 + (7,) * 9)
-    assert rig.worker._requests["next", 0].sequence.num_cached_tokens == 12
+    assert rig.loop.requests.get(RequestRef("next", 0)).sequence.num_cached_tokens == 12
 
 
 def test_handed_over_requests_take_the_token_under_way_along(rig, device):
@@ -174,8 +176,8 @@ def test_handed_over_requests_take_the_token_under_way_along(rig, device):
     rig.turn()
     told = len(rig.tokens())
     rig.inbox.put(Drain(hand_over=True))
-    rig.worker.turn()
-    [handed] = rig.sessions.of("preempted")
+    rig.loop.turn()
+    [handed] = rig.ended(worker_pb2.CAUSE_DRAINING)
     assert len(rig.tokens()) == told + 1
     assert list(handed.output_token_ids) == [7, *rig.tokens()]
     assert at_rest(rig)
@@ -186,7 +188,7 @@ def test_a_drained_worker_does_not_end_with_a_step_under_way(rig, device):
     device.tokens["r#0", 3] = 3
     begin(rig, stop=worker_pb2.StopConfig(max_tokens=40, stop_token_ids=[3]))
     rig.inbox.put(Drain(hand_over=False))
-    while rig.worker.turn():
+    while rig.loop.turn():
         pass
     assert rig.tokens() == [7, 7, 3]
     assert device.log[-1] == f"wait for {len(rig.runner.steps)}"
@@ -197,7 +199,7 @@ def test_the_token_under_way_may_end_who_has_the_missing_page(monkeypatch):
     rig = Rig(overlap="on", num_pages=4, prefix_cache=False)
     device = Device(rig, monkeypatch)
     for _ in range(20):
-        rig.worker._scheduler.lengths.learn(1, 8)
+        rig.loop.scheduler.lengths.learn(1, 8)
     device.tokens["a#0", 3] = 3
     stop = worker_pb2.StopConfig(max_tokens=8, stop_token_ids=[3])
     begin(rig, "a", token_ids=(1,) * 4, stop=stop)
@@ -205,7 +207,7 @@ def test_the_token_under_way_may_end_who_has_the_missing_page(monkeypatch):
     assert rig.pool.num_available == 0, "or nothing is tested"
     for _ in range(9):
         rig.turn()
-    assert rig.sessions.of("preempted") == []
+    assert rig.ended() == []
     assert len(rig.tokens()) == 3 + 7
     assert at_rest(rig)
 
@@ -215,8 +217,7 @@ def test_a_step_that_fails_fails_those_of_the_one_before_too(rig, device):
     begin(rig, "other", max_tokens=40, token_ids=(2,) * 5)
     rig.runner.fail = True
     rig.turn()
-    failed = rig.sessions.of("request_failed")
-    assert {(f.request_id, f.retryable) for f in failed} == {("r", True), ("other", True)}
+    assert {e.ref.request_id for e in rig.ended(worker_pb2.CAUSE_STEP_FAILED)} == {"r", "other"}
     assert at_rest(rig)
     rig.runner.fail = False
     begin(rig, "new")
@@ -235,8 +236,7 @@ def test_a_device_that_fails_when_it_is_waited_for_ends_the_worker_in_the_end(ri
 
     with pytest.raises(RuntimeError, match="the device is lost"):
         serve()
-    assert len(rig.sessions.of("request_failed")) == MAX_FAILED_STEPS
-    assert all(f.retryable for f in rig.sessions.of("request_failed"))
+    assert len(rig.ended(worker_pb2.CAUSE_STEP_FAILED)) == MAX_FAILED_STEPS
 
 
 def test_a_row_without_a_usable_token_fails_alone(rig, device):
@@ -245,8 +245,8 @@ def test_a_row_without_a_usable_token_fails_alone(rig, device):
     begin(rig, "other", max_tokens=6, token_ids=(2,) * 5)
     for _ in range(8):
         rig.turn()
-    [failed] = rig.sessions.of("request_failed")
-    assert (failed.request_id, failed.retryable) == ("r", False)
+    [failed] = rig.ended(worker_pb2.CAUSE_NOT_FINITE)
+    assert failed.ref.request_id == "r"
     assert rig.tokens().count(7) == 1 + 5
     assert at_rest(rig)
 
@@ -254,7 +254,7 @@ def test_a_row_without_a_usable_token_fails_alone(rig, device):
 def test_a_first_token_from_prefill_is_known_from_the_start(rig, device):
     rig.reserve()
     rig.hear(first_page=0, num_pages=3, first_token=kv_pb2.FirstToken(token_id=9))
-    sequence = rig.worker._by_sequence["r#0"].sequence
+    sequence = rig.loop.requests.get(R).sequence
     assert sequence.token_ids[10:] == [9]
     assert sequence.num_pending_tokens == 1, "its first step is under way"
     assert sequence.num_output_tokens == 2
@@ -263,15 +263,15 @@ def test_a_first_token_from_prefill_is_known_from_the_start(rig, device):
 @pytest.mark.parametrize("admission", ["full", "learned"])
 def test_a_pending_last_token_takes_no_page(monkeypatch, admission):
     """4 prompt tokens and an answer of 5 need 2 pages, since the last token's KV is never computed; two fit 4 pages."""
-    rig = Rig(num_pages=4, prefix_cache=False, overlap="on", admission=admission)
+    rig = Rig(num_pages=4, prefix_cache=False, overlap="on", decode_admission=admission)
     Device(rig, monkeypatch)
     begin(rig, "a", token_ids=(1,) * 4, max_tokens=5)
-    scheduler, seen = rig.worker._scheduler, set()
-    while sequence := rig.worker._by_sequence.get("a#0"):
+    scheduler, seen = rig.loop.scheduler, set()
+    while request := rig.loop.requests.get(RequestRef("a", 0)):
         new = Sequence("new", [2] * 4, 4)
         assert scheduler.reserve(new, 5) is None
-        scheduler.release(new)
-        seen.add(sequence.sequence.num_tokens)
+        scheduler.abort(new)
+        seen.add(request.sequence.num_tokens)
         rig.turn()
     assert max(seen) == 9
 
@@ -279,12 +279,12 @@ def test_a_pending_last_token_takes_no_page(monkeypatch, admission):
 def test_a_pending_token_is_not_learned_as_part_of_an_answer(rig, device, monkeypatch):
     """The router found a stop string in what it has."""
     learned = []
-    monkeypatch.setattr(rig.worker._scheduler.lengths, "learn", lambda length, most: learned.append(length))
+    monkeypatch.setattr(rig.loop.scheduler.lengths, "learn", lambda length, most: learned.append(length))
     begin(rig, max_tokens=40)
     rig.turn()
     known = 1 + len(rig.tokens())
     rig.inbox.put(
-        SessionCommand(1, worker_pb2.SessionRequest(abort=worker_pb2.AbortCommand(request_id="r", is_complete=True)))
+        SessionCommand(1, worker_pb2.SessionRequest(abort=worker_pb2.AbortCommand(ref=make_ref(), is_complete=True)))
     )
     rig.turn()
     assert learned == [known]

@@ -38,11 +38,11 @@ def step(scheduler):
     plan = scheduler.schedule()
     if plan is None:
         return [], []
-    for entry in plan.batch:
+    for entry in plan.decodes:
         assert len(entry.sequence.page_table) * PAGE_SIZE >= entry.sequence.num_tokens
         entry.sequence.token_ids.append(1)
     scheduler.update(plan)
-    return [e.sequence.sequence_id for e in plan.batch], [s.sequence_id for s in plan.preempted]
+    return [e.sequence.sequence_id for e in plan.decodes], [s.sequence_id for s in plan.preempted]
 
 
 def teach(scheduler, *lengths, max_tokens):
@@ -109,15 +109,15 @@ def test_only_started_sequences_run():
     assert scheduler.schedule() is None
     start(scheduler, b)
     plan = scheduler.schedule()
-    assert [(e.sequence.sequence_id, e.num_new_tokens, e.is_sampled) for e in plan.batch] == [("b", 1, True)]
+    assert [(e.sequence.sequence_id, e.num_new_tokens, e.is_sampled) for e in plan.decodes] == [("b", 1, True)]
 
 
 def test_release_is_harmless_twice():
     scheduler = make_scheduler()
     a = make_sequence(4)
     scheduler.reserve(a, 10)
-    scheduler.release(a)
-    scheduler.release(a)
+    scheduler.abort(a)
+    scheduler.abort(a)
     assert scheduler.num_sequences == scheduler.expected_growth_pages == 0
     assert repr(scheduler._pool) == "<PagePool 20 free, 0 held>"
 
@@ -243,7 +243,7 @@ def test_a_follow_up_takes_the_pages_that_are_here():
     assert scheduler.reserve(turn, 10) is None
     assert (turn.num_cached_tokens, len(turn.page_table)) == (12, 4)
     assert repr(scheduler._pool) == "<PagePool 16 free, 4 held>"
-    scheduler.release(turn)
+    scheduler.abort(turn)
     assert repr(scheduler._pool) == "<PagePool 17 free, 0 held, 3 cached>"
 
 
@@ -324,7 +324,7 @@ def test_churn_keeps_every_promise(admission, cache, actions):
             start(scheduler, sequence)
             running.append((sequence, max_tokens))
         elif action == "x" and running:
-            scheduler.release(running.pop(0)[0])
+            scheduler.abort(running.pop(0)[0])
         for sequence, max_tokens in list(running):
             if sequence.num_output_tokens >= max_tokens:
                 scheduler.finish(sequence)
@@ -339,5 +339,5 @@ def test_churn_keeps_every_promise(admission, cache, actions):
         held = {page for s, _ in running + reserved for page in s.page_table}
         assert scheduler._pool.counts().held == len(held)
     for sequence, _ in reserved + running:
-        scheduler.release(sequence)
+        scheduler.abort(sequence)
     assert scheduler._pool.num_available == 12

@@ -92,7 +92,7 @@ def test_steps_launched_ahead_are_those_of_plain_torch(loaded, num_sequences, re
     for step in range(4):
         assert torch.allclose(*logits, atol=1e-4)
         previous = [sample(of_runner.clone(), both.sequences) for of_runner in logits]
-        tokens = [choice.token_id for choice in previous[0].choices()]
+        tokens = [choice.token_id for choice in previous[0].wait()]
         for sequence, token in zip(both.sequences, tokens, strict=True):
             if step == 2:  # one step that was waited for
                 sequence.token_ids.append(token)

@@ -106,14 +106,14 @@ def test_a_plan_waits_until_the_last_one_is_on_the_device(monkeypatch):
     """FlashInfer copies plans from memory of the host that its next plan overwrites."""
     log = []
 
-    class Launched:
+    class DeviceEvent:
         def __init__(self):
             log.append("planned")
 
         def wait(self):
             log.append("waited")
 
-    monkeypatch.setattr(flashinfer, "Launched", Launched)
+    monkeypatch.setattr(flashinfer, "DeviceEvent", DeviceEvent)
     step = Step(random.Random(3), [(5, 1), (2, 3)], (PLAIN,))
     step.backend.device = torch.device("cuda")
     monkeypatch.setattr(flashinfer, "to_device", lambda values, device: values)

@@ -45,7 +45,7 @@ class RecordedDevice:
         self.log = []
         device = self
 
-        class Launched:
+        class DeviceEvent:
             def __init__(self):
                 self.number = sum(entry.startswith("launched") for entry in device.log)
                 device.log.append(f"launched {self.number}")
@@ -56,7 +56,7 @@ class RecordedDevice:
             def wait(self):
                 device.log.append(f"waited for {self.number}")
 
-        monkeypatch.setattr(model_runner, "Launched", Launched)
+        monkeypatch.setattr(model_runner, "DeviceEvent", DeviceEvent)
 
 
 def test_a_device_is_given_the_next_step_before_the_last_is_waited_for(loaded, monkeypatch):

@@ -23,7 +23,7 @@ def make_sequence(params, num_output_tokens=0):
 
 
 def choose(logits, sequences):
-    return [choice.token_id for choice in sampler.sample(logits, sequences).choices()]
+    return [choice.token_id for choice in sampler.sample(logits, sequences).wait()]
 
 
 def make_bias(values):
@@ -385,7 +385,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
         SamplingParams(num_logprobs=0, logit_bias=bias, repetition_penalty=1.5),
         SamplingParams(num_logprobs=50, temperature=0.0),
     ]
-    choices = sampler.sample(logits, [make_sequence(p) for p in params]).choices()
+    choices = sampler.sample(logits, [make_sequence(p) for p in params]).wait()
     exact = torch.log_softmax(logits.double(), -1)
     for row, choice in enumerate(choices):
         found = choice.logprobs
@@ -395,7 +395,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
         wanted = exact[row, found.token_ids].clamp(min=sampler.LOWEST_LOGPROB)
         np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
         assert found.logprobs[1:] == sorted(found.logprobs[1:], reverse=True)
-    assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3).choices()[0].logprobs is None
+    assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3).wait()[0].logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -416,7 +416,7 @@ def test_no_device_is_waited_for_before_the_tokens_are_asked_for(params):
         tokens = sampler.sample(torch.empty(len(batch), VOCAB, device="meta"), batch)
         assert tokens.token_ids.shape == (len(batch),)
         with pytest.raises(NotImplementedError):
-            tokens.choices()
+            tokens.wait()
 
 
 def test_a_row_without_values_gives_the_next_step_a_token_that_exists():
@@ -426,4 +426,4 @@ def test_a_row_without_values_gives_the_next_step_a_token_that_exists():
     for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5, top_k=3)):
         tokens = sampler.sample(logits, [make_sequence(params)] * 3)
         assert tokens.token_ids[1:].tolist() == [0, 0]
-        assert [choice.token_id is None for choice in tokens.choices()] == [False, True, True]
+        assert [choice.token_id is None for choice in tokens.wait()] == [False, True, True]

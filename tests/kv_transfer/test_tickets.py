@@ -5,14 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kv_transfer.request_ref import RequestRef
 from kv_transfer.tickets import IncomingTicket, OutgoingTicket
 from protos import kv_pb2
 
+REF = RequestRef("r", 1)
+
 
 def make_ticket(num_pages=5, first_page_index=0):
-    ticket = kv_pb2.PageTicket(request_id="r", attempt=1, agent_name="owner", first_page_index=first_page_index)
+    ticket = kv_pb2.PageTicket(ref=REF.to_proto(), agent_name="owner", first_page_index=first_page_index)
     ticket.page_ids.extend(range(10, 10 + num_pages))
-    return OutgoingTicket(ticket), IncomingTicket("r", 1, list(ticket.page_ids), "writer")
+    return OutgoingTicket(ticket), IncomingTicket(REF, list(ticket.page_ids), "writer")
 
 
 def parse(write):
@@ -56,8 +59,8 @@ def test_a_failed_write_is_remembered():
     out.stop()
     assert out.is_terminal
     assert out.has_failed_write
-    assert incoming.accept(kv_pb2.KvNotification.FromString(out.closed_message("why", answer_ended=True)))
-    assert incoming.answer_ended
+    assert incoming.accept(kv_pb2.KvNotification.FromString(out.closed_message("why", ended_with_first_token=True)))
+    assert incoming.ended_with_first_token
 
 
 def test_a_ticket_without_pages_still_brings_the_first_token():

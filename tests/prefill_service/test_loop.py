@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 
 from engine.config import EngineConfig
-from engine.page_pool import PagePool
 from kv_transfer.base import PageRegion, WriteState
 from kv_transfer.errors import PeerLost
 from kv_transfer.local_transport import LocalHub, LocalTransport
 from kv_transfer.transfer_thread import TransferThread
-from prefill_service import loop as prefill_worker
+from prefill_service import loop as prefill_loop
 from prefill_service.config import PrefillConfig
 from prefill_service.loop import PrefillLoop
 from protos import inference_pb2, kv_pb2, worker_pb2
-from tests.scripted import PAGE_SIZE, VOCAB, FakeProbePages, FakeSessions, ImmediateLoop, ScriptedRunner
-from worker_runtime.inbox import CloseTicket, Drain, Inbox, SessionClosed, SessionCommand, SessionOpened
-from worker_runtime.metrics import WorkerMetrics
-from worker_runtime.parts import WorkerParts
-from worker_runtime.process import MAX_FAILED_STEPS
+from tests.scripted import PAGE_SIZE, VOCAB, FakeClock, FakeTestPages, ScriptedRunner, make_parts, make_ref, make_spec
+from worker_runtime.engine_loop import MAX_FAILED_STEPS
+from worker_runtime.inbox import Drain, Inbox, RevokeTicket, SessionClosed, SessionCommand, SessionOpened
 
 NUM_PAGES = 32
 
@@ -35,43 +32,47 @@ class Rig:
         hub = LocalHub()
         self.memory = [np.zeros((NUM_PAGES + 2, 64), dtype=np.uint8) for _ in range(2)]
         regions = [
-            PageRegion(m.ctypes.data, NUM_PAGES + 2, 64, num_probe_pages=2, num_layer_groups=layer_groups)
+            PageRegion(m.ctypes.data, NUM_PAGES + 2, 64, num_test_pages=2, num_layer_groups=layer_groups)
             for m in self.memory
         ]
         self.transport, self.owner = LocalTransport(hub, "p/1", regions[0]), LocalTransport(hub, "d/1", regions[1])
-        self.inbox, self.sessions, self.runner = Inbox(), FakeSessions(), ScriptedRunner()
-        self.pool = PagePool(NUM_PAGES)
-        self.transfers = TransferThread(self.transport, self.inbox.put)
-        parts = WorkerParts(
-            runner=None, pool=self.pool, page_size=PAGE_SIZE, transfers=self.transfers, transport_name="local",
-            page_bytes=64, vocab_size=VOCAB, inbox=self.inbox, sessions=self.sessions,
-            metrics=WorkerMetrics("prefill", self.pool), loop=ImmediateLoop(), probe_pages=FakeProbePages((32, 33)),
-            worker_id="p", incarnation_id="1", agent_name="p/1", address="p:1", num_layer_groups=layer_groups,
+        self.inbox, self.runner = Inbox(), ScriptedRunner()
+        clock = FakeClock(tick=1e-6)
+        self.transfers = TransferThread(self.transport, self.inbox.put, now=clock.now)
+        parts = make_parts(
+            "prefill", "p", NUM_PAGES, self.transfers, inbox=self.inbox, clock=clock, test_pages=FakeTestPages((32, 33)),
+            num_layer_groups=layer_groups,
         )  # fmt: skip
+        self.sessions, self.pool, self.metrics, self.clock = parts.sessions, parts.pool, parts.metrics, parts.clock
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
-        self.worker = PrefillLoop(parts, self.runner, config)
+        self.loop = PrefillLoop(parts, self.runner, config)
         self.transfers.start()
-        connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint(), probe_id="test")
+        connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint(), test_id="test")
         self.command(connect_peer=connect)
         self.turn_until(lambda: self.sessions.of("peer"))
-        self.probes = [kv_pb2.KvNotification.FromString(n.payload).probe for n in self.owner.take_notifications()]
+        payloads = [notification.payload for notification in self.owner.take_notifications()]
+        self.pair_tests = [kv_pb2.KvNotification.FromString(payload).pair_test for payload in payloads]
 
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
 
-    def submit(self, name, token_ids, max_tokens=5, stop_ids=(), lease_ms=0, session_id=1, **options):
-        pages = -(-len(token_ids) // PAGE_SIZE)
-        ticket = kv_pb2.PageTicket(request_id=name, agent_name="d/1", page_ids=range(pages), lease_ms=lease_ms)
-        command = worker_pb2.PrefillCommand(
-            request_id=name, token_ids=token_ids, num_prompt_tokens=len(token_ids), ticket=ticket,
-            stop=worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids),
-            **({"sampling": worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0)} | options),
-        )  # fmt: skip
-        self.command(session_id, prefill=command)
+    def submit(self, name, token_ids, max_tokens=5, stop_ids=(), lease_ms=0, session_id=1, first_page=0, **options):
+        pages = -(-len(token_ids) // PAGE_SIZE) - first_page
+        ticket = kv_pb2.PageTicket(
+            ref=make_ref(name), agent_name="d/1", page_ids=range(pages), first_page_index=first_page, lease_ms=lease_ms
+        )
+        stop = worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids)
+        spec = make_spec(token_ids, stop=stop, **options)
+        self.command(session_id, prefill=worker_pb2.PrefillCommand(ref=make_ref(name), spec=spec, ticket=ticket))
+
+    def revoke(self, name, on_revoked):
+        """Its owner takes the pages back."""
+        asked = kv_pb2.RevokeTicketRequest(agent_name="d/1", ref=make_ref(name))
+        self.inbox.put(RevokeTicket(asked, on_revoked))
 
     def turn(self):
         """One turn of the loop, without waiting."""
-        assert self.worker.turn()
+        assert self.loop.turn()
 
     def turn_until(self, condition, seconds=5.0):
         end = time.monotonic() + seconds
@@ -80,15 +81,19 @@ class Rig:
             self.turn()
             time.sleep(0.001)
 
-    def failures(self):
-        return {f.request_id: (f.status_code, f.message, f.retryable) for f in self.sessions.of("request_failed")}
+    def ended(self):
+        """Requests that the worker has ended before their last token: cause and message."""
+        return {e.ref.request_id: (e.cause, e.message) for e in self.sessions.of("request_ended")}
+
+    def refused(self):
+        return {e.ref.request_id: (e.cause, e.message) for e in self.sessions.of("refused")}
 
     def owner_heard(self):
         return [kv_pb2.KvNotification.FromString(n.payload) for n in self.owner.take_notifications()]
 
     def is_at_rest(self):
         counts = self.pool.counts()
-        return not self.worker._requests and counts.held == counts.pinned == 0
+        return not len(self.loop.requests) and not self.loop.has_open_transfers() and counts.held == counts.pinned == 0
 
 
 @pytest.fixture
@@ -118,7 +123,7 @@ class TestLayerGroups:
         settle(rig)
 
     def test_they_count_once_and_the_owner_hears_of_them_at_the_end(self, monkeypatch):
-        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 3 * 64)
+        monkeypatch.setattr(prefill_loop, "MIN_GROUPED_BYTES", 3 * 64)
         rig = Rig(token_budget=16, layer_groups=4)
         rig.runner.layer_groups = 4
         arrived = []
@@ -145,21 +150,21 @@ class TestLayerGroups:
         settle(rig)
 
     def test_an_answer_that_ends_at_once_waits_for_what_is_on_its_way(self, monkeypatch):
-        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 0)
+        monkeypatch.setattr(prefill_loop, "MIN_GROUPED_BYTES", 0)
         rig = Rig(layer_groups=4)
         rig.runner.layer_groups = 4
         rig.submit("r", [1, 2, 3], max_tokens=1)
         rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
         [closed] = rig.owner_heard()
-        assert closed.closed and closed.answer_ended
+        assert closed.closed and closed.ended_with_first_token
         settle(rig)
 
     def test_a_step_that_fails_half_way_gives_its_pages_back(self, monkeypatch):
-        monkeypatch.setattr(prefill_worker, "MIN_GROUPED_BYTES", 0)
+        monkeypatch.setattr(prefill_loop, "MIN_GROUPED_BYTES", 0)
         rig = Rig(layer_groups=4)
         rig.runner.layer_groups, rig.runner.fail = 4, True
         rig.submit("r", [1, 2, 3])
-        rig.turn_until(lambda: "r" in rig.failures())
+        rig.turn_until(lambda: "r" in rig.ended())
         rig.runner.fail = False
         rig.turn_until(rig.is_at_rest)
         assert rig.owner_heard()[-1].closed
@@ -191,8 +196,8 @@ def test_a_prompt_is_sent_while_it_is_computed_and_brings_its_first_token(rig):
     assert [n.first_token.token_id for n in heard if n.HasField("first_token")] == [7]
     [moved] = rig.sessions.of("transfer_finished")
     assert moved.kv_transfer.bytes == 5 * 64
-    assert moved.kv_transfer.num_chunks == 3
     [output] = rig.sessions.of("step_output")[0].outputs
+    assert output.num_chunks == 3
     assert (output.first_index, list(output.token_ids)) == (0, [7])
 
 
@@ -202,7 +207,7 @@ def test_pages_found_in_the_cache_are_sent_before_the_rest_is_computed(rig):
     rig.owner_heard()
     rig.submit("again", list(range(1, 18)))
     rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
-    assert rig.runner.steps[-1] == [("d/1/again#0", 1)]
+    assert rig.runner.steps[-1] == [("again#0", 1)]
     assert sorted((n.first_page, n.num_pages) for n in rig.owner_heard()) == [(0, 4), (4, 1)]
 
 
@@ -210,17 +215,17 @@ def test_an_answer_that_ends_with_its_first_token_closes_the_ticket_regularly(ri
     rig.submit("r", [1] * 10, stop_ids=[7])
     rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
     assert rig.sessions.of("step_output")[0].outputs[0].finish_reason == inference_pb2.FINISH_REASON_STOP
-    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.closed and n.answer_ended])
-    assert rig.failures() == {}
+    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.closed and n.ended_with_first_token])
+    assert rig.ended() == {}
 
 
 def test_broken_logits_fail_their_request_only(rig):
     rig.runner.broken = {3}
     rig.submit("broken", [3, 1])
     rig.submit("fine", [4, 1])
-    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
-    assert rig.failures() == {"broken": (13, "the model's logits are not finite", False)}
-    assert [o.outputs[0].request_id for o in rig.sessions.of("step_output")] == ["fine"]
+    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
+    assert rig.ended() == {"broken": (worker_pb2.CAUSE_NOT_FINITE, "the model's logits are not finite")}
+    assert [o.outputs[0].ref.request_id for o in rig.sessions.of("step_output")] == ["fine"]
 
 
 def test_a_lease_that_ends_stops_its_request_and_not_the_step(rig):
@@ -229,19 +234,21 @@ def test_a_lease_that_ends_stops_its_request_and_not_the_step(rig):
     rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
     rig.submit("late", list(range(1, 18)), lease_ms=1)
     rig.submit("fine", [4, 1])
-    rig.worker._receive(wait=False)
-    time.sleep(0.01)
-    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 3)
-    assert rig.failures() == {"late": (4, "the page ticket's lease ended", False)}
+    rig.runner.on_run = lambda: rig.clock.advance(0.01)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    assert rig.ended() == {"late": (worker_pb2.CAUSE_DEADLINE, "the page ticket's lease ended")}
 
 
 def test_a_deadline_in_the_past_costs_no_token(rig):
+    rig.submit("long", [3] * 30)
+    rig.turn()
     rig.submit("late", [1] * 10, deadline_ms=1)
-    rig.worker._receive(wait=False)
-    time.sleep(0.01)
-    rig.turn_until(rig.failures)
-    assert rig.failures()["late"][0] == 4
-    assert rig.runner.steps == []
+    rig.submit("running", [2] * 20)
+    rig.turn()
+    rig.clock.advance(0.01)
+    rig.turn_until(rig.ended)
+    assert rig.ended()["late"][0] == worker_pb2.CAUSE_DEADLINE
+    assert not any(name == "late#0" for step in rig.runner.steps for name, _ in step)
 
 
 def test_a_failing_step_is_retried_elsewhere_and_a_broken_worker_ends_itself(rig):
@@ -249,11 +256,10 @@ def test_a_failing_step_is_retried_elsewhere_and_a_broken_worker_ends_itself(rig
     for number in range(MAX_FAILED_STEPS - 1):
         rig.submit(f"r{number}", [1, 2])
         rig.turn()
-    assert all(retryable for _, _, retryable in rig.failures().values())
     rig.submit("last", [1, 2])
     with pytest.raises(RuntimeError, match="out of luck"):
         rig.turn()
-    assert len(rig.failures()) == MAX_FAILED_STEPS
+    assert [cause for cause, _ in rig.ended().values()] == [worker_pb2.CAUSE_STEP_FAILED] * MAX_FAILED_STEPS
 
 
 def test_bad_commands_are_refused_in_words(rig):
@@ -261,7 +267,7 @@ def test_bad_commands_are_refused_in_words(rig):
     rig.submit("strange", [VOCAB])
     rig.submit("large", [1] * (NUM_PAGES * PAGE_SIZE + 1))
     rig.turn()
-    messages = {name: message for name, (_, message, _) in rig.failures().items()}
+    messages = {name: message for name, (_, message) in rig.refused().items()}
     assert "a prompt needs at least 1" in messages["empty"]
     assert "token ids must be in [0, 50)" in messages["strange"]
     assert "the prompt needs 33 pages, the prefill worker has 32" in messages["large"]
@@ -269,27 +275,26 @@ def test_bad_commands_are_refused_in_words(rig):
 
 def test_a_closed_ticket_can_not_be_used_any_more(rig):
     answers = []
-    asked = kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r")
-    rig.inbox.put(CloseTicket(asked, answers.append))
+    rig.revoke("r", answers.append)
     rig.turn()
     assert answers == [False], "closed, and no fence is needed"
     rig.submit("r", [1, 2])
     rig.turn()
-    _, message, retryable = rig.failures()["r"]
-    assert "was used or closed before" in message
-    assert retryable, "the router has not heard yet that this attempt is over"
+    cause, message = rig.refused()["r"]
+    assert "was used or revoked before" in message
+    assert cause == worker_pb2.CAUSE_TRANSFER_FAILED, "the router has not heard yet that this attempt is over"
 
 
 def test_closing_a_running_ticket_waits_for_its_open_writes(rig):
     rig.submit("r", [1] * 30)
     rig.turn()
     rig.turn()
-    assert rig.worker._requests
+    assert len(rig.loop.requests) == 1
     answers = []
-    rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
+    rig.revoke("r", answers.append)
     rig.turn_until(lambda: answers)
     assert answers == [False]
-    assert not rig.worker._requests
+    assert len(rig.loop.requests) == 0
     assert rig.pool.counts().pinned == 0
 
 
@@ -300,15 +305,15 @@ def test_a_ticket_with_a_failed_write_is_closed_once_its_connection_is_down(rig)
 
     rig.transport.write = lambda *_: Broken()
     rig.submit("r", [1] * 10)
-    rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
-    assert rig.failures()["r"][2], "another attempt may succeed"
+    rig.turn_until(rig.ended)
+    assert rig.ended()["r"][0] == worker_pb2.CAUSE_TRANSFER_FAILED
     assert [e.ready for e in rig.sessions.of("peer")][-1] is False
     answers = []
-    rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
+    rig.revoke("r", answers.append)
     rig.turn_until(lambda: answers)
     assert answers == [True], "with a fence"
     assert rig.transport._peers == set()
-    rig.inbox.put(CloseTicket(kv_pb2.CloseTicketRequest(agent_name="d/1", request_id="r"), answers.append))
+    rig.revoke("r", answers.append)
     rig.turn()
     assert answers == [True, True], "asked again, it is the same"
     assert not any(n.closed for n in rig.owner_heard())
@@ -321,8 +326,8 @@ def test_a_post_that_fails_drops_every_ticket_for_that_peer(rig):
     rig.transport.write = lost
     rig.submit("a", [1] * 10)
     rig.submit("b", [2] * 10)
-    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
-    assert {name for name, (code, _, retryable) in rig.failures().items() if code == 14 and retryable} == {"a", "b"}
+    rig.turn_until(lambda: len(rig.ended()) == 2)
+    assert {cause for cause, _ in rig.ended().values()} == {worker_pb2.CAUSE_TRANSFER_FAILED}
 
 
 def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
@@ -331,8 +336,8 @@ def test_a_lost_router_takes_its_requests_along_and_nobody_elses(rig):
     rig.turn()
     rig.inbox.put(SessionClosed(1))
     rig.turn_until(lambda: rig.sessions.of("transfer_finished", 2))
-    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.request_id == "mine" and n.closed])
-    assert rig.sessions.of("request_failed", 2) == []
+    rig.turn_until(lambda: [n for n in rig.owner_heard() if n.ref.request_id == "mine" and n.closed])
+    assert rig.sessions.of("request_ended", 2) == []
 
 
 def test_a_router_that_comes_later_is_told_how_things_stand(rig):
@@ -349,13 +354,7 @@ def test_a_router_that_comes_later_is_told_how_things_stand(rig):
 
 def test_a_ticket_without_pages_brings_the_first_token_over_the_transport(rig):
     """The decode worker has every page: zero bytes move, and it works all the same."""
-    ticket = kv_pb2.PageTicket(request_id="r", agent_name="d/1", first_page_index=2)
-    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0)
-    command = worker_pb2.PrefillCommand(
-        request_id="r", token_ids=(1,) * 8, num_prompt_tokens=8, ticket=ticket, sampling=sampling,
-        stop=worker_pb2.StopConfig(max_tokens=5),
-    )  # fmt: skip
-    rig.command(prefill=command)
+    rig.submit("r", (1,) * 8, first_page=2)
     rig.turn_until(lambda: rig.sessions.of("transfer_finished"))
     [finished] = rig.sessions.of("transfer_finished")
     assert finished.kv_transfer.bytes == 0
@@ -380,12 +379,7 @@ def test_logprobs_of_a_prompt_come_whole_whatever_the_chunks_and_the_cache(rig):
 
 def test_a_resumed_prompt_gives_logprobs_of_the_clients_part_only(rig):
     sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, prompt_logprobs=True)
-    ticket = kv_pb2.PageTicket(request_id="r", agent_name="d/1", page_ids=range(2))
-    command = worker_pb2.PrefillCommand(
-        request_id="r", token_ids=range(1, 8), num_prompt_tokens=4, ticket=ticket, sampling=sampling,
-        stop=worker_pb2.StopConfig(max_tokens=5),
-    )  # fmt: skip
-    rig.command(prefill=command)
+    rig.submit("r", range(1, 8), num_prompt_tokens=4, sampling=sampling)
     rig.turn_until(lambda: rig.sessions.of("step_output"))
     output = rig.sessions.of("step_output")[0].outputs[0]
     assert list(output.prompt_logprobs.token_ids) == [2, 3, 4]
@@ -393,12 +387,12 @@ def test_a_resumed_prompt_gives_logprobs_of_the_clients_part_only(rig):
 
 
 def test_test_pages_go_to_a_new_peer_and_are_timed(rig):
-    assert [(probe.probe_id, probe.sha256) for probe in rig.probes] == [
+    assert [(test.test_id, test.sha256) for test in rig.pair_tests] == [
         ("test", b""), ("test", hashlib.sha256(b"noise").digest())
     ]  # fmt: skip
     [event] = rig.sessions.of("peer")
     assert event.ready
-    assert event.probe_id == "test"
+    assert event.test_id == "test"
     assert event.page_us > 0
     assert event.gb_per_s > 0
     assert repr(rig.pool) == "<PagePool 32 free, 0 held>"
@@ -410,10 +404,8 @@ def test_a_drained_worker_finishes_what_it_has_takes_nothing_new_and_ends(rig):
     rig.inbox.put(Drain(hand_over=False))
     rig.submit("new", (2,) * 8)
     rig.turn()
-    [refused] = rig.sessions.of("request_failed")
-    assert refused.request_id == "new"
-    assert refused.retryable
-    while rig.worker.turn():
+    assert rig.refused() == {"new": (worker_pb2.CAUSE_DRAINING, "the worker is draining")}
+    while rig.loop.turn():
         time.sleep(0.001)
     [finished] = rig.sessions.of("transfer_finished")
     assert finished.kv_transfer.bytes == 5 * 64
@@ -424,10 +416,8 @@ def test_a_worker_that_must_end_gives_its_prompts_back(rig):
     rig.submit("r", (1,) * 20)
     rig.turn()
     rig.inbox.put(Drain(hand_over=True))
-    while rig.worker.turn():
+    while rig.loop.turn():
         time.sleep(0.001)
-    [failed] = rig.sessions.of("request_failed")
-    assert failed.retryable
-    assert "ends" in failed.message
+    assert rig.ended()["r"][0] == worker_pb2.CAUSE_DRAINING
     payloads = [kv_pb2.KvNotification.FromString(n.payload) for n in rig.owner.take_notifications()]
     assert payloads[-1].closed, "its decode worker must know that nothing comes any more"

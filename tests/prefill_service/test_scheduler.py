@@ -13,7 +13,9 @@ from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, num_pages_for
 from prefill_service.config import PrefillConfig
-from prefill_service.scheduler import SLOWDOWN, PrefillScheduler
+from prefill_service.scheduler import PrefillScheduler
+from rpc.prompt_order import SLOWDOWN
+from worker_runtime.step import StepLimits
 
 PAGE_SIZE = 4
 _unique = iter(range(10, 10**9))
@@ -37,7 +39,7 @@ def chunks(step):
 
 
 def run(scheduler, **options):
-    step = scheduler.schedule(**options)
+    step = scheduler.schedule(StepLimits(**options))
     planned = chunks(step)
     if step:
         scheduler.update(step)
@@ -69,7 +71,7 @@ class TestChunks:
         assert run(scheduler) == [("long", 10, False)]
         assert run(scheduler) == [("long", 1, True)]
         assert scheduler.refusals["pages"] > 0
-        scheduler.release(long)
+        scheduler.finish(long)
         assert run(scheduler) == [("waits", 10, False)]
 
     def test_the_rest_of_the_budget_goes_to_the_next_prompts(self):
@@ -119,7 +121,7 @@ class TestChunks:
         scheduler.add(third)
         # Somebody else takes what is left, so the half-done one can't go on ...
         assert run(scheduler, reserved_pages=2) == []
-        scheduler.release(first)
+        scheduler.finish(first)
         # ... until pages come back.
         assert run(scheduler) == [("second", 4, True), ("third", 4, True)]
 
@@ -155,9 +157,9 @@ class TestAdmission:
             scheduler.add(small)
             if run(scheduler):
                 passed += 4
-                scheduler.release(small)
+                scheduler.finish(small)
         assert 36 <= passed <= 44
-        scheduler.release(held)
+        scheduler.finish(held)
         assert run(scheduler)[0] == ("large", 40, True)
 
     def test_locking_may_turn_a_fit_into_not_now(self):
@@ -166,7 +168,7 @@ class TestAdmission:
         first = make_sequence(12, "first", tokens)
         scheduler.add(first)
         run(scheduler)
-        scheduler.release(first)
+        scheduler.finish(first)
         assert scheduler._pool.counts().cached == 3
         # 16 new pages would be too many anyway; 2 matched + 2 more fit, but not beside 1 reserved page.
         scheduler.add(make_sequence(0, "again", [*tokens[:8], 90, 91, 92, 93, 94]))
@@ -186,16 +188,16 @@ class TestDeadlines:
     def test_an_expired_prompt_leaves_the_queue_without_costing_a_token(self):
         scheduler = make_scheduler()
         scheduler.add(make_sequence(5, "late"), deadline=10.0)
-        step = scheduler.schedule(now=10.0)
+        step = scheduler.schedule(StepLimits(now=10.0))
         assert [s.sequence_id for s in step.expired] == ["late"]
-        assert step.batch == ()
+        assert step.prompts == ()
         assert scheduler.num_waiting == 0
 
     def test_a_deadline_that_can_not_be_met_any_more_is_given_up_early(self):
         scheduler = make_scheduler(token_budget=100)
         scheduler.add(make_sequence(50, "hopeless"), deadline=10.0)
         scheduler.add(make_sequence(20, "possible"), deadline=10.0)
-        step = scheduler.schedule(now=6.0, tokens_per_second=10.0)
+        step = scheduler.schedule(StepLimits(now=6.0, tokens_per_second=10.0))
         assert [s.sequence_id for s in step.expired] == ["hopeless"]
         assert chunks(step) == [("possible", 20, True)]
 
@@ -203,7 +205,7 @@ class TestDeadlines:
         scheduler = make_scheduler(cache=False)
         scheduler.add(make_sequence(30), deadline=5.0)
         assert run(scheduler, now=1.0) == [("a", 10, False)]
-        step = scheduler.schedule(now=6.0)
+        step = scheduler.schedule(StepLimits(now=6.0))
         assert [s.sequence_id for s in step.expired] == ["a"]
         assert scheduler._pool.num_free == 100
 
@@ -274,7 +276,7 @@ class TestPrefixCache:
         sequence = make_sequence(0, f"p{next(_unique)}", tokens, salt)
         scheduler.add(sequence)
         computed = sum(n for step in run_all(scheduler) for _, n, _ in step)
-        scheduler.release(sequence)
+        scheduler.finish(sequence)
         return sequence.num_cached_tokens, computed
 
     @pytest.mark.parametrize("length", [1, 3, 4, 5, 7, 8, 9, 16])
@@ -392,9 +394,9 @@ def test_everything_holds_under_random_load(data):
     alive, finished, computed = [], [], {}
 
     def step(reserved_pages=0):
-        planned = scheduler.schedule(reserved_pages=reserved_pages)
+        planned = scheduler.schedule(StepLimits(reserved_pages=reserved_pages))
         if planned is not None:
-            assert 0 < planned.num_tokens <= token_budget
+            assert 0 < planned.num_prompt_tokens <= token_budget
             assert len({e.sequence.sequence_id for e in planned.batch}) == len(planned.batch)
             for entry in planned.batch:
                 sequence = entry.sequence
@@ -425,11 +427,11 @@ def test_everything_holds_under_random_load(data):
         elif action < 0.6 and alive:
             scheduler.abort(alive.pop(rng.randrange(len(alive))))
         elif action < 0.8 and finished:
-            scheduler.release(finished.pop(rng.randrange(len(finished))))
+            scheduler.finish(finished.pop(rng.randrange(len(finished))))
         step(reserved_pages=rng.choice((0, 0, rng.randint(0, num_pages))))
     for _ in range(5000):
         while finished:
-            scheduler.release(finished.pop())
+            scheduler.finish(finished.pop())
         if not alive:
             break
         assert step() is not None, "prompts are left, pages are free, and nothing moves"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
 from router.config import RouterConfig
@@ -10,7 +12,8 @@ from router.metrics import RouterMetrics
 from router.output_stream import Tokens
 from router.request import Request
 from router.validation import CheckedRequest
-from router.worker_pool import WorkerLink
+from router.worker_link import WorkerLink
+from tests.scripted import FakeClock
 
 
 def make_link(tier, name, num_pages=400, token_budget=64, tokenizer=""):
@@ -30,22 +33,23 @@ class Rig:
 
     def __init__(self, prefill=1, decode=1, loss_seconds=5.0, **options):
         config = RouterConfig(model="m", worker_loss_seconds=loss_seconds, **options)
-        self.metrics = RouterMetrics()
-        self.dispatcher = Dispatcher(config, "hash", self.metrics)
+        self.clock, self.rng = FakeClock(), random.Random(1)
+        self.metrics = RouterMetrics(self.clock.now)
+        self.dispatcher = Dispatcher(config, "hash", self.metrics, self.clock, self.rng)
         self.prefill = [make_link(wpb.TIER_PREFILL, f"p{i}") for i in range(prefill)]
         self.decode = [make_link(wpb.TIER_DECODE, f"d{i}") for i in range(decode)]
         pool = self.dispatcher.pool
-        pool.prefill, pool.decode = list(self.prefill), list(self.decode)
+        pool.links += [*self.prefill, *self.decode]
         for link in self.prefill:
-            link.ready_peers = {d.agent_name for d in self.decode}
+            for peer in self.decode:
+                link.peer_ready(peer.agent_name)
 
-    @staticmethod
-    def make_request(num_tokens=20, max_tokens=10, priority=0, **sampling):
+    def make_request(self, num_tokens=20, max_tokens=10, priority=0, **sampling):
         stop = wpb.StopConfig(max_tokens=max_tokens)
         checked = CheckedRequest(
             "r", (5,) * num_tokens, wpb.SamplingConfig(**sampling), stop, (), False, frozenset(), False, "", priority
         )
-        return Request(checked, None)
+        return Request(checked, None, self.clock.now, self.rng)
 
     def submit(self, **options):
         request = self.make_request(**options)
@@ -64,16 +68,29 @@ class Rig:
         return [command.WhichOneof("command") for command in self.sent(link)]
 
     def event(self, link, **event):
-        self.dispatcher._on_event(link, wpb.SessionResponse(**event))
+        self.dispatcher.pool.receive(link, wpb.SessionResponse(**event))
+
+    def refused(self, request, cause=wpb.CAUSE_NO_PAGES):
+        self.event(request.decode, refused=wpb.RefusedEvent(ref=request.ref.to_proto(), cause=cause))
+
+    def ended(self, request, cause, *output_token_ids, link=None):
+        """Its worker ends a request before its last token: the one that generates, unless a test says otherwise."""
+        ended = wpb.RequestEndedEvent(
+            ref=request.ref.to_proto(), cause=cause, message="why", output_token_ids=output_token_ids
+        )
+        self.event(link or request.decode, request_ended=ended)
+
+    def report(self, link, **load):
+        """A worker says how busy it is."""
+        self.event(link, load=wpb.LoadReport(**({"free_pages": link.info.limits.num_pages} | load)))
 
     def reserved(self, request, link=None):
-        event = wpb.ReservedEvent(request_id=request.wire_id, attempt=request.attempt)
+        event = wpb.ReservedEvent(ref=request.ref.to_proto())
         self.event(link or self.decode[0], reserved=event)
 
     def tokens(self, request, link, first_index, *ids, finish=pb.FINISH_REASON_UNSPECIFIED):
         output = wpb.TokenOutput(
-            request_id=request.wire_id,
-            attempt=request.attempt,
+            ref=request.ref.to_proto(),
             first_index=first_index,
             token_ids=ids,
             finish_reason=finish,
@@ -81,21 +98,16 @@ class Rig:
         self.event(link, step_output=wpb.StepOutput(outputs=[output]))
 
     def preempted(self, request, *output_token_ids):
-        event = wpb.PreemptedEvent(
-            request_id=request.wire_id, attempt=request.attempt, output_token_ids=output_token_ids
-        )
-        self.event(request.decode, preempted=event)
+        self.ended(request, wpb.CAUSE_NO_PAGES, *output_token_ids)
 
     def transferred(self, request, link):
-        event = wpb.TransferFinishedEvent(request_id=request.wire_id, attempt=request.attempt)
+        event = wpb.TransferFinishedEvent(ref=request.ref.to_proto())
         event.kv_transfer.bytes = 7
         self.event(link, transfer_finished=event)
 
     def lose(self, link):
-        link.info = None
-        for prefill in self.prefill:
-            prefill.ready_peers.discard(f"agent-{link.address.split(':')[0]}")
-        self.dispatcher._on_lost(link)
+        """Its session breaks."""
+        self.dispatcher.pool.close(link)
 
 
 def events(request):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-import time
 
-import grpc
 import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
-from router import dispatch, worker_pool
 from router.metrics import RouterMetrics
 from router.output_stream import Ended
-from router.request import MAX_FRUITLESS_ATTEMPTS, RequestState
+from router.request import RequestState
+from router.retries import FIRST_REST_SECONDS, MAX_FRUITLESS_ATTEMPTS
 from rpc.errors import Internal, ResourceExhausted, Unavailable
-from tests.router.rig import Rig, end_of, events, ids, make_link
+from tests.router.rig import Rig, events, ids, make_link
+from tests.scripted import FakeClock, make_ref
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +24,7 @@ async def test_a_request_goes_reserve_prefill_decode_and_ends_with_final_numbers
     request = rig.submit()
     [p], [d] = rig.prefill, rig.decode
     [reserve] = rig.sent(d)
-    assert reserve.reserve.writer_agent_name == "agent-p0"
+    assert reserve.reserve.writer.agent_name == "agent-p0"
     rig.reserved(request)
     assert rig.kinds(p) == ["prefill"]
     rig.tokens(request, p, 0, 11)
@@ -89,13 +87,11 @@ async def test_a_prefill_worker_has_about_one_step_of_work_and_the_rest_waits_in
 async def test_a_refused_request_waits_for_the_workers_next_report():
     rig = Rig()
     request = rig.submit()
-    refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
     rig.sent(rig.decode[0])
-    rig.event(rig.decode[0], refused=refused)
+    rig.refused(request)
     assert request.state is RequestState.QUEUED
     assert rig.kinds(rig.decode[0]) == []
-    rig.decode[0].is_full = False
-    rig.dispatcher._bind_waiting()
+    rig.report(rig.decode[0])
     assert rig.kinds(rig.decode[0]) == ["reserve"]
 
 
@@ -113,9 +109,9 @@ async def test_a_lost_worker_costs_an_attempt_not_a_token(tier):
     assert request.attempt == 1
     assert lost not in (request.prefill, request.decode)
     rig.reserved(request, request.decode)
-    [command] = rig.sent(request.prefill)
-    assert list(command.prefill.token_ids)[-1] == 11
-    assert command.prefill.num_prompt_tokens == 20
+    command = rig.sent(request.prefill)[-1]
+    assert list(command.prefill.spec.token_ids)[-1] == 11
+    assert command.prefill.spec.num_prompt_tokens == 20
     rig.tokens(request, request.prefill, 1, 12)
     assert ids(events(request)) == [11, 12]
 
@@ -133,45 +129,46 @@ async def test_a_lost_prefill_worker_does_not_matter_once_decode_runs():
     assert found[-1] == Ended(None)
 
 
-def fail(rig, request, code):
-    failed = wpb.RequestFailedEvent(
-        request_id=request.wire_id, attempt=request.attempt, status_code=code.value[0], message="why", retryable=True
-    )
-    rig.event(request.decode, request_failed=failed)
-
-
-async def test_retries_are_bounded_and_take_their_time(monkeypatch):
+async def test_retries_are_bounded_and_take_their_time():
     """No retry storm: a step that fails again and again may be the request's fault; its error reaches the client."""
-    monkeypatch.setattr(dispatch, "FIRST_REST_SECONDS", 0.02)
     rig = Rig()
     request = rig.submit()
-    started = time.monotonic()
+    pauses = []
     for attempt in range(MAX_FRUITLESS_ATTEMPTS):
-        while request.decode is None:
-            await asyncio.sleep(0.001)
+        if request.decode is None:
+            pauses.append(rest(rig))
         assert request.attempt == attempt
-        fail(rig, request, grpc.StatusCode.INTERNAL)
+        rig.ended(request, wpb.CAUSE_STEP_FAILED)
     [ended] = events(request)
     assert isinstance(ended.error, Internal)
     assert ended.error.message == "why"
-    # The first retry is at once, then 20, 40 and 80 ms, each drawn from half to one and a half of it.
-    assert time.monotonic() - started > 0.07
+    # The first retry is at once. Then each pause is drawn from half to one and a half of twice the one before.
+    for number, pause in enumerate(pauses):
+        assert 0.5 <= pause / (FIRST_REST_SECONDS * 2**number) <= 1.5
+    assert len(pauses) == 3
     assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
 
 
-async def test_a_connection_that_fails_is_tried_for_as_long_as_a_lost_worker_is_waited_for(monkeypatch):
-    monkeypatch.setattr(dispatch, "FIRST_REST_SECONDS", 0.001)
-    rig = Rig(loss_seconds=0.3)
+def rest(rig):
+    """Lets a request rest for as long as it must. Returns how long that is."""
+    [timer] = rig.clock.later
+    pause = timer.due - rig.clock.now()
+    rig.clock.advance(pause)
+    return pause
+
+
+async def test_a_connection_that_fails_is_tried_for_as_long_as_a_lost_worker_is_waited_for():
+    rig = Rig(loss_seconds=3.0)
     request = rig.submit()
-    started, attempts = time.monotonic(), 0
+    started, attempts = rig.clock.now(), 0
     while request.state is not RequestState.FINISHED:
-        if request.decode is not None:
-            fail(rig, request, grpc.StatusCode.UNAVAILABLE)
-            attempts += 1
-        await asyncio.sleep(0.001)
+        if request.decode is None:
+            rest(rig)
+        rig.ended(request, wpb.CAUSE_TRANSFER_FAILED)
+        attempts += 1
     [ended] = events(request)
     assert isinstance(ended.error, Unavailable)
-    assert time.monotonic() - started >= 0.3
+    assert rig.clock.now() - started >= 3.0
     assert MAX_FRUITLESS_ATTEMPTS < attempts < 20
 
 
@@ -180,10 +177,11 @@ async def test_one_failed_connection_after_a_long_time_is_not_the_end():
     rig = Rig(loss_seconds=0.05)
     request = rig.submit()
     rig.preempted(request)
-    fail(rig, request, grpc.StatusCode.UNAVAILABLE)
-    await asyncio.sleep(0.1)
-    fail(rig, request, grpc.StatusCode.UNAVAILABLE)
-    await asyncio.sleep(0.15)
+    rig.ended(request, wpb.CAUSE_TRANSFER_FAILED)
+    rest(rig)
+    rig.clock.advance(100.0)
+    rig.ended(request, wpb.CAUSE_TRANSFER_FAILED)
+    rest(rig)
     assert request.state is RequestState.RESERVING
 
 
@@ -191,14 +189,68 @@ async def test_draining_workers_cost_a_request_no_failure():
     rig = Rig(loss_seconds=0.0)
     request = rig.submit()
     for _ in range(2 * MAX_FRUITLESS_ATTEMPTS):
-        failed = wpb.RequestFailedEvent(
-            request_id=request.wire_id, attempt=request.attempt, status_code=14, retryable=True, is_draining=True
-        )
-        rig.event(request.decode, request_failed=failed)
+        rig.ended(request, wpb.CAUSE_DRAINING)
     assert request.state is RequestState.RESERVING
 
 
-async def test_decode_is_told_when_prefill_has_sent_everything_and_a_colocated_worker_is_not():
+@pytest.mark.parametrize(
+    ("cause", "status", "counted"),
+    [
+        (wpb.CAUSE_NO_PAGES, None, "preempted"),
+        (wpb.CAUSE_DRAINING, None, "draining"),
+        (wpb.CAUSE_STEP_FAILED, None, "leg_failed"),
+        (wpb.CAUSE_TRANSFER_FAILED, None, "leg_failed"),
+        (wpb.CAUSE_UNSPECIFIED, None, "leg_failed"),
+        (wpb.CAUSE_NOT_FINITE, "INTERNAL", None),
+        (wpb.CAUSE_DEADLINE, "DEADLINE_EXCEEDED", None),
+        (wpb.CAUSE_INVALID, "INVALID_ARGUMENT", None),
+    ],
+)
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_what_a_cause_means_for_a_request(leg, cause, status, counted):
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    rig.ended(request, cause, link=getattr(request, leg))
+    if status is None:
+        assert (request.state, request.attempt) == (RequestState.RESERVING, 1)
+        labels = {"cause": counted}
+        assert rig.metrics.registry.get_sample_value("kvferry_request_retries_total", labels) == 1
+    else:
+        assert events(request)[-1].error.code.name == status
+    assert request.was_preempted == (leg == "decode" and cause == wpb.CAUSE_NO_PAGES)
+
+
+@pytest.mark.parametrize("cause", [wpb.CAUSE_NO_PAGES, wpb.CAUSE_NO_SEQUENCES, wpb.CAUSE_DRAINING])
+async def test_a_refused_reservation_is_no_attempt(cause):
+    rig = Rig()
+    request = rig.submit()
+    rig.refused(request, cause)
+    assert (request.state, request.attempt) == (RequestState.QUEUED, 0)
+
+
+async def test_a_prompt_that_crosses_the_news_of_a_drain_continues_elsewhere():
+    rig = Rig(prefill=2)
+    request = rig.submit()
+    rig.reserved(request)
+    draining = request.prefill
+    refused = wpb.RefusedEvent(ref=request.ref.to_proto(), cause=wpb.CAUSE_DRAINING, message="the worker is draining")
+    rig.event(draining, state=wpb.WorkerStateEvent(state=wpb.WORKER_STATE_DRAINING, reason="it was told to end"))
+    rig.event(draining, refused=refused)
+    assert request.attempt == 1
+    assert request.prefill is not draining
+    assert rig.kinds(rig.decode[0]) == ["reserve", "abort", "reserve"]
+
+
+async def test_a_command_that_a_worker_finds_invalid_ends_its_request():
+    rig = Rig()
+    request = rig.submit()
+    refused = wpb.RefusedEvent(ref=request.ref.to_proto(), cause=wpb.CAUSE_INVALID, message="no such token")
+    rig.event(rig.decode[0], refused=refused)
+    assert events(request)[-1].error.message == "no such token"
+
+
+async def test_decode_is_told_when_prefill_has_sent_everything():
     rig = Rig()
     request = rig.submit()
     rig.reserved(request)
@@ -206,13 +258,6 @@ async def test_decode_is_told_when_prefill_has_sent_everything_and_a_colocated_w
     rig.sent(rig.decode[0])
     rig.transferred(request, rig.prefill[0])
     assert rig.kinds(rig.decode[0]) == ["transfer_done"]
-    alone = Rig(prefill=0, decode=0)
-    worker = make_colocated(alone)
-    request = alone.submit()
-    alone.tokens(request, worker, 0, 11)
-    alone.sent(worker)
-    alone.transferred(request, worker)
-    assert alone.kinds(worker) == []
 
 
 async def test_further_answers_do_not_expire_once_the_first_has_begun():
@@ -220,7 +265,7 @@ async def test_further_answers_do_not_expire_once_the_first_has_begun():
     rig.decode[0].is_full = True
     sibling = rig.make_request()
     rig.dispatcher.submit(sibling, may_expire=False)
-    await asyncio.sleep(0.05)
+    rig.clock.advance(0.05)
     assert sibling.state is RequestState.QUEUED
 
 
@@ -228,27 +273,27 @@ async def test_a_request_that_rests_can_be_cancelled():
     rig = Rig()
     request = rig.submit()
     for _ in range(2):
-        fail(rig, request, grpc.StatusCode.UNAVAILABLE)
+        rig.ended(request, wpb.CAUSE_TRANSFER_FAILED)
     assert rig.dispatcher.num_queued == 1
     rig.dispatcher.cancel(request)
     assert rig.dispatcher.num_queued == 0
-    await asyncio.sleep(0.1)
+    rig.clock.advance(10.0)
     assert request.decode is None
 
 
 async def test_without_workers_that_could_serve_a_request_is_refused_at_once():
     rig = Rig()
-    rig.dispatcher.pool.decode.clear()
+    rig.dispatcher.pool.remove(rig.decode[0])
     with pytest.raises(Unavailable, match="was given no prefill or no decode worker"):
         rig.submit()
 
 
 async def test_a_router_that_was_just_started_waits_for_its_first_pair_but_not_for_ever():
     rig = Rig(loss_seconds=0.1)
-    rig.prefill[0].ready_peers.clear()
+    rig.prefill[0].peer_lost("agent-d0")
     early = rig.submit()
     assert early.state is RequestState.QUEUED
-    await asyncio.sleep(0.15)
+    rig.clock.advance(0.15)
     with pytest.raises(Unavailable, match="no pair of prefill and decode workers is ready"):
         rig.submit()
 
@@ -258,16 +303,14 @@ async def test_a_request_that_comes_just_after_the_last_pair_was_lost_waits_for_
     rig = Rig(loss_seconds=0.1)
     rig.submit()
     rig.lose(rig.decode[0])
-    rig.dispatcher._bind_waiting()
     late = rig.submit(num_tokens=5)
     assert late.state is RequestState.QUEUED
-    rig.decode[0].info = make_link(wpb.TIER_DECODE, "d0").info
-    rig.prefill[0].ready_peers.add("agent-d0")
-    rig.dispatcher._bind_waiting()
+    rig.event(rig.decode[0], info=make_link(wpb.TIER_DECODE, "d0", tokenizer="hash").info)
+    rig.prefill[0].peer_ready("agent-d0")
+    rig.report(rig.decode[0])
     assert late.state is RequestState.RESERVING
     rig.lose(rig.decode[0])
-    rig.dispatcher._bind_waiting()
-    await asyncio.sleep(0.15)
+    rig.clock.advance(0.15)
     with pytest.raises(Unavailable, match="no pair of prefill and decode workers is ready"):
         rig.submit()
 
@@ -277,8 +320,8 @@ async def test_a_request_that_lost_its_last_pair_waits_a_stated_time():
     request = rig.submit()
     rig.lose(rig.decode[0])
     assert request.state is RequestState.QUEUED
-    ended = await end_of(request)
-    assert isinstance(ended.error, Unavailable)
+    rig.clock.advance(0.1)
+    assert isinstance(events(request)[-1].error, Unavailable)
     assert rig.dispatcher.num_queued == 0
 
 
@@ -310,7 +353,7 @@ async def test_a_stop_string_found_between_two_attempts_ends_the_request():
         rig.dispatcher.complete(request)
         assert events(request)[-1] == Ended(None)
         assert rig.dispatcher.num_queued == rig.dispatcher.num_running == 0
-        assert not any(link.requests for link in rig.prefill + rig.decode)
+        assert not any(link.legs for link in rig.prefill + rig.decode)
 
 
 async def test_a_request_that_no_present_pair_can_hold_does_not_block_the_others():
@@ -321,18 +364,17 @@ async def test_a_request_that_no_present_pair_can_hold_does_not_block_the_others
     rig.lose(rig.decode[0])
     small = rig.submit(num_tokens=20, max_tokens=10)
     assert small.decode is rig.decode[1]
-    ended = await end_of(large)
-    assert isinstance(ended.error, Unavailable)
+    rig.clock.advance(0.1)
+    assert isinstance(events(large)[-1].error, Unavailable)
 
 
 async def test_requests_that_lost_all_workers_do_not_wait_one_after_another():
     rig = Rig(loss_seconds=0.1)
     requests = [rig.submit(num_tokens=64) for _ in range(5)]
     rig.lose(rig.decode[0])
-    started = time.monotonic()
+    rig.clock.advance(2 * 0.1)
     for request in requests:
-        assert isinstance((await end_of(request)).error, Unavailable)
-    assert time.monotonic() - started < 5 * 0.1
+        assert isinstance(events(request)[-1].error, Unavailable)
 
 
 async def test_pairs_are_chosen_by_the_prefill_pool_too():
@@ -340,7 +382,7 @@ async def test_pairs_are_chosen_by_the_prefill_pool_too():
     rig.prefill[0].info.limits.num_pages = 1
     for _ in range(10):
         assert rig.submit(num_tokens=40).prefill is rig.prefill[1]
-        rig.prefill[1].requests.clear()
+        rig.prefill[1].legs.clear()
 
 
 async def test_another_model_does_not_go_on_with_an_answer():
@@ -361,8 +403,10 @@ async def test_another_model_may_begin_an_answer_that_has_no_token_yet(lost):
     request = rig.submit()
     other = next(link for link in rig.prefill if link is not request.prefill)
     other.info.fingerprint.weights_hash = "other"
-    request.prefill.ready_peers = {request.decode.agent_name}
-    other.ready_peers = {d.agent_name for d in rig.decode if d is not request.decode}
+    for prefill in rig.prefill:
+        prefill.ready_peers.clear()
+    request.prefill.peer_ready(request.decode.agent_name)
+    other.peer_ready(next(d.agent_name for d in rig.decode if d is not request.decode))
     rig.reserved(request, request.decode)
     if lost == "decode":  # its token may come before the first one, and goes with it
         rig.tokens(request, request.decode, 1, 12)
@@ -387,7 +431,7 @@ async def test_workers_of_another_generation_may_take_less_than_a_request_was_ch
     setattr(rig.prefill[0].info.limits, limit, fits + 1)
     if limit == "max_model_len":
         rig.prefill[0].info.limits.vocab_size = 100
-    rig.dispatcher.pool._on_change()
+    rig.report(rig.prefill[0])
     assert request.state is RequestState.RESERVING
 
 
@@ -397,10 +441,7 @@ async def test_attempts_that_bring_tokens_are_not_counted_against_a_long_answer(
     for index in range(3 * MAX_FRUITLESS_ATTEMPTS):
         rig.reserved(request, request.decode)
         rig.tokens(request, request.prefill, index, 50 + index)
-        failed = wpb.RequestFailedEvent(
-            request_id=request.wire_id, attempt=request.attempt, status_code=14, message="why", retryable=True
-        )
-        rig.event(request.decode, request_failed=failed)
+        rig.ended(request, wpb.CAUSE_TRANSFER_FAILED)
     assert len(ids(events(request))) == 3 * MAX_FRUITLESS_ATTEMPTS
 
 
@@ -418,7 +459,7 @@ async def test_priority_then_arrival_decide_the_order():
     rig.decode[0].is_full = True
     requests = [rig.submit(priority=p) for p in (0, 0, 5, -1, 5)]
     rig.decode[0].is_full = False
-    assert rig.dispatcher._queue.in_order() == [requests[i] for i in (2, 4, 0, 1, 3)]
+    assert rig.dispatcher.waiting == [requests[i] for i in (2, 4, 0, 1, 3)]
 
 
 async def test_short_prompts_overtake_long_ones_with_bounded_slowdown_but_not_for_ever():
@@ -449,14 +490,13 @@ async def test_a_request_that_was_handed_back_goes_on_ahead_of_new_ones():
     waiting = rig.submit(priority=0)
     rig.sent(d)
     rig.preempted(request, 11, 12)
-    assert rig.dispatcher._queue.in_order() == [request, waiting]
+    assert rig.dispatcher.waiting == [request, waiting]
     assert rig.kinds(d) == [], "decode let go by itself: nothing to abort"
-    d.is_full = False
-    rig.dispatcher._bind_waiting()
+    rig.report(d)
     [reserve, _] = rig.sent(d)
-    assert list(reserve.reserve.token_ids) == [5] * 40 + [11, 12]
-    assert (reserve.reserve.num_prompt_tokens, reserve.reserve.attempt) == (40, 1)
-    assert reserve.reserve.was_preempted
+    assert list(reserve.reserve.spec.token_ids) == [5] * 40 + [11, 12]
+    assert (reserve.reserve.spec.num_prompt_tokens, reserve.reserve.ref.attempt) == (40, 1)
+    assert reserve.reserve.spec.was_preempted
     rig.reserved(request)
     rig.tokens(request, p, 2, 13)
     assert ids(events(request)) == [11, 12, 13]
@@ -469,10 +509,10 @@ async def test_the_first_token_may_come_with_the_hand_back_and_late_from_prefill
     rig.reserved(request)
     rig.tokens(request, d, 1, 12)
     rig.preempted(request, 11, 12)
-    late = wpb.TokenOutput(request_id=request.wire_id, attempt=0, first_index=0, token_ids=[99])
+    late = wpb.TokenOutput(ref=make_ref(request.wire_id), first_index=0, token_ids=[99])
     rig.event(p, step_output=wpb.StepOutput(outputs=[late]))  # of the attempt that is over
     assert ids(events(request)) == [11, 12]
-    assert rig.sent(d)[-1].reserve.attempt == 1
+    assert rig.sent(d)[-1].reserve.ref.attempt == 1
 
 
 async def test_tokens_without_their_logprobs_are_computed_again():
@@ -482,7 +522,7 @@ async def test_tokens_without_their_logprobs_are_computed_again():
     rig.tokens(request, rig.decode[0], 1, 12)
     rig.preempted(request, 11, 12)
     assert ids(events(request)) == []
-    assert list(rig.sent(rig.decode[0])[-1].reserve.token_ids) == [5] * 20
+    assert list(rig.sent(rig.decode[0])[-1].reserve.spec.token_ids) == [5] * 20
 
 
 async def test_prompt_logprobs_are_asked_for_until_they_came():
@@ -490,15 +530,15 @@ async def test_prompt_logprobs_are_asked_for_until_they_came():
     request = rig.submit(num_logprobs=0, prompt_logprobs=True)
     first = request.prefill
     rig.reserved(request)
-    assert rig.sent(first)[0].prefill.sampling.prompt_logprobs
+    assert rig.sent(first)[0].prefill.spec.sampling.prompt_logprobs
     rig.lose(first)
     rig.reserved(request)
     second = request.prefill
-    assert rig.sent(second)[-1].prefill.sampling.prompt_logprobs
+    assert rig.sent(second)[-1].prefill.spec.sampling.prompt_logprobs
     rig.tokens(request, second, 0, 11)
     rig.preempted(request, 11)
     rig.reserved(request)
-    assert not rig.sent(request.prefill)[-1].prefill.sampling.prompt_logprobs
+    assert not rig.sent(request.prefill)[-1].prefill.spec.sampling.prompt_logprobs
 
 
 async def test_tokens_of_a_slow_reader_are_merged_in_order():
@@ -527,7 +567,7 @@ async def test_a_reader_that_is_too_slow_loses_its_request_and_frees_the_workers
     assert isinstance(ended.error, ResourceExhausted)
     assert "6 tokens wait for it, 5 may" in ended.error.message
     assert rig.kinds(rig.decode[0]) == ["abort"]
-    assert rig.metrics.slow_readers._value.get() == 1
+    assert rig.metrics.registry.get_sample_value("kvferry_slow_readers_total") == 1
     assert request.output.num_waiting == 0
 
 
@@ -549,7 +589,7 @@ async def test_a_stop_string_in_older_tokens_ends_a_request_whatever_crosses_it(
     assert events(request)[-1] == Ended(None)
     assert rig.dispatcher.num_running == 0
     assert request.output_token_ids == [11]
-    assert not d.requests
+    assert not d.legs
 
 
 async def test_cached_tokens_are_the_prompts_whatever_a_resumed_attempt_finds():
@@ -558,11 +598,10 @@ async def test_cached_tokens_are_the_prompts_whatever_a_resumed_attempt_finds():
     request = rig.submit(num_tokens=20)
 
     def first_output(index, token, num_cached):
-        event = wpb.ReservedEvent(request_id=request.wire_id, attempt=request.attempt, num_cached_tokens=num_cached)
+        event = wpb.ReservedEvent(ref=request.ref.to_proto(), num_cached_tokens=num_cached)
         rig.event(d, reserved=event)
         output = wpb.TokenOutput(
-            request_id=request.wire_id, attempt=request.attempt, first_index=index, token_ids=[token],
-            num_cached_tokens=num_cached,
+            ref=request.ref.to_proto(), first_index=index, token_ids=[token], num_cached_tokens=num_cached,
         )  # fmt: skip
         rig.event(p, step_output=wpb.StepOutput(outputs=[output]))
 
@@ -593,12 +632,12 @@ async def test_prompt_logprobs_survive_a_hand_back_that_overtakes_them():
 async def test_cached_pages_do_not_make_a_decode_worker_look_busy():
     rig = Rig(decode=2)
     idle, busy = rig.decode
-    idle.load = wpb.LoadReport(free_pages=0, cached_pages=400)
-    busy.load = wpb.LoadReport(free_pages=120, held_pages=280, promised_pages=60)
+    rig.report(idle, free_pages=0, cached_pages=400)
+    rig.report(busy, free_pages=120, held_pages=280, expected_growth_pages=60)
     for _ in range(10):
         assert rig.submit().decode is idle
-        idle.requests.clear()
-        rig.prefill[0].requests.clear()
+        idle.legs.clear()
+        rig.prefill[0].legs.clear()
 
 
 async def test_announced_answers_count_in_the_queue():
@@ -625,7 +664,7 @@ async def test_prompts_go_where_their_pages_are():
     for _ in range(5):
         request = with_prefix(rig, keys)
         assert (request.prefill, request.decode) == (rig.prefill[1], rig.decode[1])
-        assert request.num_bound_tokens == 4
+        assert request.legs[0].num_uncached_tokens == 4
         rig.dispatcher.cancel(request)
 
 
@@ -642,19 +681,19 @@ async def test_only_pages_from_the_beginning_count_and_only_of_the_same_size():
     keys = [bytes([n]) * 16 for n in range(3)]
     rig.prefill[1].cached_pages = set(keys[1:])
     request = with_prefix(rig, keys)
-    assert request.num_bound_tokens == 52
+    assert request.legs[0].num_uncached_tokens == 52
     rig.dispatcher.cancel(request)
     for link in rig.prefill:
         link.cached_pages = set(keys)
         link.info.limits.page_size = 32
-    assert with_prefix(rig, keys).num_bound_tokens == 52
+    assert with_prefix(rig, keys).legs[0].num_uncached_tokens == 52
 
 
 async def test_a_worker_that_restarts_is_believed_to_have_nothing():
     """Casebook C152."""
     rig = Rig()
     rig.prefill[0].cached_pages = {b"x" * 16}
-    rig.dispatcher.pool._open_link(rig.prefill[0], make_link(wpb.TIER_PREFILL, "p0", tokenizer="hash").info)
+    rig.event(rig.prefill[0], info=make_link(wpb.TIER_PREFILL, "p0", tokenizer="hash").info)
     assert rig.prefill[0].cached_pages == set()
 
 
@@ -664,12 +703,12 @@ async def test_the_queue_is_bounded_by_tokens_but_one_prompt_may_always_wait():
     rig.submit(num_tokens=300)
     with pytest.raises(ResourceExhausted, match="300 prompt tokens wait, 100 may; this request has 20"):
         rig.submit(num_tokens=20)
-    rig.dispatcher.cancel(rig.dispatcher._queue.in_order()[0])
+    rig.dispatcher.cancel(rig.dispatcher.waiting[0])
     for _ in range(5):
         rig.submit(num_tokens=20)
     with pytest.raises(ResourceExhausted, match="100 prompt tokens wait"):
         rig.submit(num_tokens=1)
-    rig.dispatcher.cancel(rig.dispatcher._queue.in_order()[0])
+    rig.dispatcher.cancel(rig.dispatcher.waiting[0])
     rig.dispatcher.announce(3, 10)
     with pytest.raises(ResourceExhausted, match="110 prompt tokens wait, 100 may"):
         rig.submit(num_tokens=1)
@@ -683,62 +722,20 @@ async def test_waiting_too_long_for_a_first_worker_is_refused_and_running_long_i
     rig.tokens(running, rig.prefill[0], 0, 11)
     rig.decode[0].is_full = True
     waiting = rig.submit()
-    ended = await end_of(waiting)
+    rig.clock.advance(0.05)
+    [ended] = events(waiting)
     assert isinstance(ended.error, ResourceExhausted)
     assert ended.error.message == "no worker was free within 0.05 s"
     assert running.state is RequestState.RUNNING
     rig.preempted(running, 11)
-    await asyncio.sleep(0.1)
+    rig.clock.advance(0.1)
     assert running.state is RequestState.QUEUED, "it was begun, so it may wait"
-
-
-async def test_names_are_looked_up_again_and_workers_come_and_go(monkeypatch):
-    """Casebook C148, C150: those that vanish from a name are forgotten once their session ends."""
-    monkeypatch.setattr(worker_pool, "RESOLVE_SECONDS", 0.01)
-    rig = Rig()
-    pool = rig.dispatcher.pool
-    found = ["10.0.0.1", "10.0.0.2"]
-
-    async def getaddrinfo(name, port, **_):
-        assert (name, port) == ("decode.svc", 7002)
-        if not found:
-            raise OSError("no such name")
-        return [(2, 1, 6, "", (address, port)) for address in found]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    sessions = {}
-
-    async def session(link):
-        sessions[link.address] = asyncio.Event()
-        await sessions[link.address].wait()
-
-    monkeypatch.setattr(pool, "_run_session", session)
-    pool.decode.clear()
-    pool.watch("decode.svc:7002", wpb.TIER_DECODE)
-    await asyncio.sleep(0.03)
-    assert [link.address for link in pool.decode] == ["10.0.0.1:7002", "10.0.0.2:7002"]
-    found[:] = ["10.0.0.2", "10.0.0.3"]
-    await asyncio.sleep(0.03)
-    assert len(pool.decode) == 3, "the first is still connected, so it stays"
-    sessions["10.0.0.1:7002"].set()
-    await asyncio.sleep(0.03)
-    assert {link.address for link in pool.decode} == {"10.0.0.2:7002", "10.0.0.3:7002"}
-    found.remove("10.0.0.2")
-    await asyncio.sleep(0.03)
-    found.append("10.0.0.2")
-    await asyncio.sleep(0.03)
-    assert len(pool.decode) == 2, "one that was away from the name for a moment is not a second worker"
-    assert all(link.is_listed for link in pool.decode)
-    found.clear()
-    await asyncio.sleep(0.03)
-    assert len(pool.decode) == 2, "a name server that is away takes nobody along"
-    await pool.close()
 
 
 def make_colocated(rig, max_num_sequences=2):
     link = make_link(wpb.TIER_COLOCATED, "c0")
     link.info.limits.max_num_sequences = max_num_sequences
-    rig.dispatcher.pool.colocated.append(link)
+    rig.dispatcher.pool.links.append(link)
     return link
 
 
@@ -753,7 +750,7 @@ async def test_a_colocated_worker_serves_with_one_leg_and_frees_its_place_when_d
     rig.tokens(first, link, 1, 12, finish=pb.FINISH_REASON_STOP)
     assert events(first)[-1] == Ended(None)
     [command] = rig.sent(link)
-    assert command.generate.request_id == requests[2].wire_id, "no load report is needed for that"
+    assert command.generate.ref.request_id == requests[2].wire_id, "no load report is needed for that"
     rig.dispatcher.cancel(requests[1])
     assert rig.kinds(link) == ["abort"]
 
@@ -773,7 +770,7 @@ async def test_pairs_and_colocated_workers_take_over_from_each_other():
 
 
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once_if_asked_for():
-    rig = Rig(prefill=2, admission="predictive")
+    rig = Rig(prefill=2, deadline_admission="predictive")
     rig.dispatcher.check_room(1, 10**6, deadline_seconds=0.1)  # no rate is known yet
     for link in rig.prefill:
         link.load.tokens_per_second = 500.0
@@ -793,14 +790,11 @@ async def test_the_next_prompt_is_bound_while_the_last_chunk_of_the_one_before_i
     rig.reserved(first)
     second = rig.submit(num_tokens=100)
     assert second.state is RequestState.QUEUED
-    p.load = wpb.LoadReport(running_tokens=100)
-    rig.dispatcher._bind_waiting()
+    rig.report(p, running_tokens=100)
     assert second.state is RequestState.QUEUED, "the report is older than the prompt"
-    p.load = wpb.LoadReport(running_tokens=90, num_prompts_received=1)
-    rig.dispatcher._bind_waiting()
+    rig.report(p, running_tokens=90, num_prompts_received=1)
     assert second.state is RequestState.QUEUED, "more than a step is left"
-    p.load = wpb.LoadReport(running_tokens=40, num_prompts_received=1)
-    rig.dispatcher._bind_waiting()
+    rig.report(p, running_tokens=40, num_prompts_received=1)
     assert second.state is RequestState.RESERVING
     third = rig.submit(num_tokens=30)
     assert third.state is RequestState.QUEUED, "the second one is bound, though the worker has not heard of it"
@@ -810,9 +804,9 @@ async def test_a_deadline_without_end_is_no_overflow():
     rig = Rig()
     for seconds in (float("inf"), 1e300):
         request = rig.make_request()
-        request.deadline = time.monotonic() + seconds
+        request.deadline = rig.clock.now() + seconds
         rig.dispatcher.submit(request)
-        assert rig.sent(rig.decode[0])[-1].reserve.deadline_ms > 0
+        assert rig.sent(rig.decode[0])[-1].reserve.spec.deadline_ms > 0
         rig.dispatcher.cancel(request)
 
 
@@ -830,9 +824,8 @@ async def test_a_defect_in_binding_costs_its_request_only():
 async def test_a_request_that_was_refused_after_its_time_does_not_wait_on():
     rig = Rig(max_queue_seconds=0.05)
     request = rig.submit()
-    await asyncio.sleep(0.1)  # its timer found it reserving
-    refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
-    rig.event(rig.decode[0], refused=refused)
+    rig.clock.advance(0.1)
+    rig.refused(request)
     assert isinstance(events(request)[-1].error, ResourceExhausted)
 
 
@@ -868,8 +861,8 @@ class TestWhatTheQueueWaitsFor:
 
     def waiting(self, rig):
         """(what for, prompt tokens) as told last."""
-        rig.dispatcher._bind_waiting()
-        return rig.metrics._queue
+        rig.report(rig.prefill[0], num_prompts_received=0)
+        return rig.metrics.queue
 
     async def test_for_prefill_while_it_has_a_step_of_work_and_decode_has_room(self):
         rig = Rig()
@@ -881,8 +874,7 @@ class TestWhatTheQueueWaitsFor:
         rig = Rig()
         request = rig.submit(num_tokens=70)
         rig.submit(num_tokens=30)
-        refused = wpb.RefusedEvent(request_id=request.wire_id, attempt=0, short_of="pages")
-        rig.event(rig.decode[0], refused=refused)
+        rig.refused(request)
         assert self.waiting(rig) == ("decode", 100)
 
     async def test_for_decode_that_takes_no_more_sequences_though_it_has_pages(self):
@@ -897,7 +889,7 @@ class TestWhatTheQueueWaitsFor:
         rig.submit(num_tokens=70)
         for _ in range(4):
             rig.submit(num_tokens=30)
-        rig.decode[0].load.free_pages, rig.decode[0].load.promised_pages = 6, 2
+        rig.report(rig.decode[0], free_pages=6, expected_growth_pages=2)
         assert self.waiting(rig) == ("prefill", 4 * 16)  # of 120 tokens
 
     async def test_for_workers_while_there_is_no_pair(self):
@@ -908,16 +900,14 @@ class TestWhatTheQueueWaitsFor:
         kind, _ = self.waiting(rig)
         assert kind == "workers"
 
-    async def test_tokens_count_for_as_long_as_they_wait(self, monkeypatch):
-        metrics = RouterMetrics()
-        now = metrics._queue_told_at
-        for seconds, queue in ((0, ("prefill", 100)), (2, ("decode", 50)), (5, ("prefill", 0))):
-            monkeypatch.setattr("router.metrics.time.monotonic", lambda seconds=seconds: now + seconds)
+    async def test_tokens_count_for_as_long_as_they_wait(self):
+        clock = FakeClock()
+        metrics = RouterMetrics(clock.now)
+        for seconds, queue in ((0, ("prefill", 100)), (2, ("decode", 50)), (3, ("prefill", 0))):
+            clock.advance(seconds)
             metrics.set_queue(*queue)
         values = {
-            sample.labels["waits_for"]: sample.value
-            for family in metrics.registry.collect()
-            for sample in family.samples
-            if sample.name == "kvferry_queued_token_seconds_total"
+            waits_for: metrics.registry.get_sample_value("kvferry_queued_token_seconds_total", {"waits_for": waits_for})
+            for waits_for in ("prefill", "decode", "workers")
         }
         assert values == {"prefill": 200.0, "decode": 150.0, "workers": 0.0}

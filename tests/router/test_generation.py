@@ -40,35 +40,34 @@ class ScriptedWorkers:
         for command in (command for link in (d, p) for command in self.rig.sent(link)):
             kind = command.WhichOneof("command")
             if kind == "abort":
-                self.aborted.append(command.abort.request_id)
-                self._progress.pop(command.abort.request_id, None)
+                self.aborted.append(command.abort.ref.request_id)
+                self._progress.pop(command.abort.ref.request_id, None)
             elif kind == "reserve":
                 self.reserved.append(command.reserve)
-                key = {"request_id": command.reserve.request_id, "attempt": command.reserve.attempt}
-                self.rig.event(d, reserved=wpb.ReservedEvent(**key))
+                self.rig.event(d, reserved=wpb.ReservedEvent(ref=command.reserve.ref))
             elif kind == "prefill":
-                self._progress[command.prefill.request_id] = [command.prefill, 0]
+                self._progress[command.prefill.ref.request_id] = [command.prefill, 0]
         for wire_id, (command, index) in list(self._progress.items()):
-            script = self.scripts[command.sampling.choice_index % len(self.scripts)]
+            script = self.scripts[command.spec.sampling.choice_index % len(self.scripts)]
             new = script[index : index + (self.merge if index else 1)]
             is_last = index + len(new) == len(script)
             output = wpb.TokenOutput(
-                request_id=wire_id, attempt=command.attempt, first_index=index, token_ids=new,
+                ref=command.ref, first_index=index, token_ids=new,
                 finish_reason=self.finish if is_last else pb.FINISH_REASON_UNSPECIFIED,
             )  # fmt: skip
-            if command.sampling.HasField("num_logprobs"):
+            if command.spec.sampling.HasField("num_logprobs"):
                 output.logprobs.num_top = 1
                 output.logprobs.token_ids.extend(t for token in new for t in (token, 5))
                 output.logprobs.logprobs.extend(-0.5 for _ in range(2 * len(new)))
-            if command.sampling.prompt_logprobs and index == 0:
-                output.prompt_logprobs.token_ids.extend(command.token_ids[1:])
-                output.prompt_logprobs.logprobs.extend(-1.0 for _ in command.token_ids[1:])
+            if command.spec.sampling.prompt_logprobs and index == 0:
+                output.prompt_logprobs.token_ids.extend(command.spec.token_ids[1:])
+                output.prompt_logprobs.logprobs.extend(-1.0 for _ in command.spec.token_ids[1:])
             self._progress[wire_id][1] += len(new)
             if is_last:
                 del self._progress[wire_id]
             self.rig.event(p if index == 0 else d, step_output=wpb.StepOutput(outputs=[output]))
             if index == 0:
-                finished = wpb.TransferFinishedEvent(request_id=wire_id, attempt=command.attempt)
+                finished = wpb.TransferFinishedEvent(ref=command.ref)
                 self.rig.event(p, transfer_finished=finished)
 
     async def responses(self, **fields):
@@ -216,9 +215,9 @@ async def test_several_answers_end_each_for_itself(tokenizer):
     )
     assert [text_of(responses, index) for index in range(3)] == ["first 😀", "b", "the third of them"]
     assert [check_counts(responses, index) for index in range(3)] == scripts
-    assert [r.sampling.choice_index for r in workers.reserved] == [0, 1, 2]
-    assert {r.sampling.seed for r in workers.reserved} == {9}
-    assert [r.sampling.prompt_logprobs for r in workers.reserved] == [True, False, False]
+    assert [r.spec.sampling.choice_index for r in workers.reserved] == [0, 1, 2]
+    assert {r.spec.sampling.seed for r in workers.reserved} == {9}
+    assert [r.spec.sampling.prompt_logprobs for r in workers.reserved] == [True, False, False]
     lasts = [r for r in responses if r.finish_reason]
     assert sorted(r.index for r in lasts) == [0, 1, 2]
     assert {r.usage.prompt_tokens for r in lasts} == {3}
@@ -287,11 +286,11 @@ async def test_an_error_ends_all_answers(tokenizer):
     pending = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     workers.turn()
-    [first, *_] = workers.rig.dispatcher._running.values()
-    failed = wpb.RequestFailedEvent(
-        request_id=first.wire_id, attempt=0, status_code=13, message="the model's logits are not finite"
+    [reserve, *_] = workers.reserved
+    ended = wpb.RequestEndedEvent(
+        ref=reserve.ref, cause=wpb.CAUSE_NOT_FINITE, message="the model's logits are not finite"
     )
-    workers.rig.event(first.decode, request_failed=failed)
+    workers.rig.event(workers.rig.decode[0], request_ended=ended)
 
     async def read_to_the_end():
         await pending

@@ -11,10 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from protos import worker_pb2 as wpb
-from router import request as request_module
-from router import tracing as tracing_module
 from router.config import RouterConfig
-from router.tracing import Tracing
+from router.tracing import Tracing, error_type
 from rpc.config import ConfigError
 from rpc.errors import DeadlineExceeded, Unavailable
 from tests.router.rig import Rig
@@ -22,41 +20,24 @@ from tests.router.rig import Rig
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-class Clock:
-    """Time that passes when it is told to, in seconds."""
-
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        for module in (request_module, tracing_module):
-            monkeypatch.setattr(module, "time", self)
-
-    def monotonic(self):
-        return self.now
-
-    def monotonic_ns(self):
-        return int(self.now * 1e9)
-
-    def time_ns(self):
-        return int((1_700_000_000 + self.now) * 1e9)
-
-
 class Traced:
     """One request with a trace; stages are reached by hand."""
 
-    def __init__(self, monkeypatch, headers=(), **options):
-        self.clock = Clock(monkeypatch)
+    def __init__(self, headers=(), **options):
         self.exporter = InMemorySpanExporter()
         provider = TracerProvider()
         provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         self.rig = Rig(**options)
-        self.trace = Tracing(provider, "m").begin(dict(headers))
-        self.start = self.clock.now
+        self.clock = self.rig.clock
+        tracing = Tracing(provider, "m", self.clock.now, lambda: int((1_700_000_000 + self.clock.now()) * 1e9))
+        self.trace = tracing.begin(dict(headers))
+        self.start = self.clock.now()
         self.request = self.rig.submit()
         self.answer = SimpleNamespace(request=self.request, index=0, num_tokens=0)
 
     def reach(self, seconds, *stages):
         """Time passes, then these stages are told of."""
-        self.clock.now += seconds
+        self.clock.advance(seconds)
         self.request.stamp([wpb.StageStamp(stage=wpb.Stage.Value(f"STAGE_{stage.upper()}")) for stage in stages])
 
     def end(self, error=None):
@@ -82,11 +63,11 @@ def serve(traced):
     traced.reach(0.1, "decode_started")
 
 
-async def test_stages_become_spans(monkeypatch):
-    traced = Traced(monkeypatch)
+async def test_stages_become_spans():
+    traced = Traced()
     serve(traced)
     traced.reach(2.0, "finished")
-    traced.clock.now += 0.1
+    traced.clock.advance(0.1)
     root, stages = traced.end()
     assert traced.times(stages) == [
         ("queue", 0, 0.5), ("wait for prefill", 0.5, 0.6), ("prefill", 0.6, 1.6), ("transfer after prefill", 1.6, 1.8),
@@ -99,10 +80,10 @@ async def test_stages_become_spans(monkeypatch):
     assert all(s.status.is_ok or s.status.status_code.name == "UNSET" for s in (root, *stages))
 
 
-async def test_every_attempt_has_its_own_spans(monkeypatch):
-    traced = Traced(monkeypatch, decode=2)
+async def test_every_attempt_has_its_own_spans():
+    traced = Traced(decode=2)
     serve(traced)
-    traced.clock.now += 3.0
+    traced.clock.advance(3.0)
     traced.rig.lose(traced.request.decode)
     traced.reach(0.3, "reserved")
     traced.reach(0.1, "prefill_started")
@@ -116,17 +97,17 @@ async def test_every_attempt_has_its_own_spans(monkeypatch):
     assert root.attributes["kvferry.retries"] == 1
 
 
-async def test_what_failed_shows_where_it_was(monkeypatch):
-    traced = Traced(monkeypatch)
-    traced.clock.now += 7.0
+async def test_what_failed_shows_where_it_was():
+    traced = Traced()
+    traced.clock.advance(7.0)
     root, stages = traced.end(DeadlineExceeded("the deadline passed"))
     assert traced.times(stages) == [("queue", 0, 7)]
     for span in (root, *stages):
         assert (span.attributes["error.type"], span.status.description) == ("DEADLINE_EXCEEDED", "the deadline passed")
 
 
-async def test_one_worker_for_both_phases_reserves_nothing(monkeypatch):
-    traced = Traced(monkeypatch)
+async def test_one_worker_for_both_phases_reserves_nothing():
+    traced = Traced()
     traced.reach(0.3, "prefill_started")
     traced.reach(0.2, "prefill_finished")
     traced.reach(0.1, "decode_started")
@@ -135,8 +116,8 @@ async def test_one_worker_for_both_phases_reserves_nothing(monkeypatch):
     assert [name for name, *_ in traced.times(stages)] == ["queue", "prefill", "wait for decode", "decode"]
 
 
-async def test_stages_that_came_late_are_put_in_order(monkeypatch):
-    traced = Traced(monkeypatch)
+async def test_stages_that_came_late_are_put_in_order():
+    traced = Traced()
     traced.reach(0.5, "reserved")
     traced.reach(1.0, "transfer_finished", "decode_started")
     traced.reach(0.2, "prefill_started", "prefill_finished", "finished")  # their message was on its way for longer
@@ -160,13 +141,13 @@ async def test_stages_that_came_late_are_put_in_order(monkeypatch):
     ],
 )
 async def test_callers_headers_are_not_trusted(headers, is_part, monkeypatch, caplog):
-    root, _ = Traced(monkeypatch, headers).end()
+    root, _ = Traced(headers).end()
     assert (root.parent is not None and f"{root.parent.span_id:x}" == "b7ad6b7169203331") == is_part
     assert all(len(str(value)) < 1000 for value in root.context.trace_state.values())
 
 
 async def test_a_request_does_not_fail_with_its_trace(monkeypatch, caplog):
-    traced = Traced(monkeypatch)
+    traced = Traced()
     del traced.answer.num_tokens
     traced.trace.end([traced.answer], None)
     assert "a trace is lost" in caplog.text
@@ -196,5 +177,5 @@ def test_addresses_that_are_none_are_refused():
 
 
 def test_error_types_are_what_clients_get():
-    assert tracing_module.error_type(Unavailable("x")) == grpc.StatusCode.UNAVAILABLE.name
-    assert tracing_module.error_type(KeyError("x")) == "INTERNAL"
+    assert error_type(Unavailable("x")) == grpc.StatusCode.UNAVAILABLE.name
+    assert error_type(KeyError("x")) == "INTERNAL"

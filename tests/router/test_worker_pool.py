@@ -1,141 +1,227 @@
-"""Pairs are ready after test pages came as they were sent; workers that drain, fail or fall silent get nothing new."""
+"""Pairs are ready after test pages came as they were sent; workers that drain or fail get nothing new."""
 
 from __future__ import annotations
 
-import asyncio
+import random
 
 import pytest
 
 from protos import worker_pb2 as wpb
-from protos import worker_pb2_grpc
-from router import worker_pool
+from router.pairing import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, TEST_SECONDS
 from router.request import RequestState
-from router.worker_pool import WorkerPool
-from rpc.server import RpcServer
+from router.worker_link import WorkerLink
+from router.worker_pool import WorkerPool, WorkerRefused
 from tests.router.rig import Rig, make_link
+from tests.scripted import FakeClock
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(worker_pool, "FIRST_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(worker_pool, "PROBE_SECONDS", 0.1)
+class PairRig:
+    """Workers that have just connected."""
+
+    def __init__(self, prefill=1, decode=1):
+        self.clock = FakeClock()
+        self.changes = 0
+        self.pool = WorkerPool("hash", self.clock, random.Random(1), None, lambda link: None, self.change)
+        self.prefill = [self.connect(wpb.TIER_PREFILL, f"p{i}") for i in range(prefill)]
+        self.decode = [self.connect(wpb.TIER_DECODE, f"d{i}") for i in range(decode)]
+
+    def change(self):
+        self.changes += 1
+
+    def connect(self, tier, name):
+        link = self.pool.add(f"{name}:1", tier)
+        self.open(link)
+        return link
+
+    def open(self, link):
+        info = make_link(link.tier, link.address.split(":")[0], tokenizer="hash").info
+        self.pool.receive(link, wpb.SessionResponse(info=info))
+
+    def asked(self, prefill):
+        """The tests that a prefill worker was asked for since the last call."""
+        commands = []
+        while not prefill.commands.empty():
+            commands.append(prefill.commands.get_nowait())
+        return [command.connect_peer for command in commands if command.HasField("connect_peer")]
+
+    def tested(self, prefill, decode, test_id, equal=True, reason=""):
+        event = wpb.PairTestedEvent(writer_agent_name=prefill.agent_name, test_id=test_id, equal=equal, reason=reason)
+        self.pool.receive(decode, wpb.SessionResponse(pair_tested=event))
+
+    def peer_failed(self, prefill, decode, reason):
+        event = wpb.PeerEvent(agent_name=decode.agent_name, reason=reason)
+        self.pool.receive(prefill, wpb.SessionResponse(peer=event))
 
 
-class PairRig(Rig):
-    """Open links whose pairs are not ready yet."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.pool = self.dispatcher.pool
-        for link in self.prefill:
-            link.ready_peers.clear()
-
-    def connect(self):
-        for prefill in self.prefill:
-            for decode in self.decode:
-                self.pool._connect_pair(prefill, decode)
-
-    async def asked(self, prefill):
-        """The next test that a prefill worker is asked for."""
-        return (await asyncio.wait_for(prefill.commands.get(), 2)).connect_peer
-
-    def probed(self, prefill, decode, probe_id, equal=True, reason=""):
-        event = wpb.ProbedEvent(writer_agent_name=prefill.agent_name, probe_id=probe_id, equal=equal, reason=reason)
-        self.pool._on_probed(decode, event)
-
-
-async def test_a_pair_is_ready_when_its_test_pages_came():
+def test_a_pair_is_ready_when_its_test_pages_came():
     rig = PairRig()
-    rig.connect()
-    asked = await rig.asked(rig.prefill[0])
-    rig.probed(rig.prefill[0], rig.decode[0], "another router's")
-    await asyncio.sleep(0)
+    [p], [d] = rig.prefill, rig.decode
+    [asked] = rig.asked(p)
+    rig.tested(p, d, "another router's")
     assert rig.pool.ready_pairs() == []
-    rig.probed(rig.prefill[0], rig.decode[0], asked.probe_id)
-    await asyncio.sleep(0.01)
-    assert rig.pool.ready_pairs() == [(rig.prefill[0], rig.decode[0])]
+    changes = rig.changes
+    rig.tested(p, d, asked.test_id)
+    assert rig.pool.ready_pairs() == [(p, d)]
+    assert rig.changes == changes + 1
+    rig.tested(p, d, asked.test_id, equal=False)
+    assert rig.pool.ready_pairs() == [(p, d)], "the same test can't fail afterwards"
 
 
 @pytest.mark.parametrize("what", ["changed pages", "silence", "a transport error", "an address"])
-async def test_a_test_that_fails_is_done_again_and_told_in_words(what):
+def test_a_test_that_fails_is_done_again_and_told_in_words(what):
     rig = PairRig()
-    prefill, decode = rig.prefill[0], rig.decode[0]
-    rig.connect()
-    first = await rig.asked(prefill)
-    if what == "changed pages":
-        rig.probed(prefill, decode, first.probe_id, equal=False)
-    elif what == "an address":
-        rig.probed(prefill, decode, first.probe_id, reason="it does not answer at p:1")
-    elif what == "a transport error":
-        rig.pool._on_peer(prefill, wpb.PeerEvent(agent_name=decode.agent_name, reason="no route"))
-    second = await rig.asked(prefill)
-    assert second.probe_id != first.probe_id
-    words = {"changed pages": "as they were sent", "silence": "within 0.1 s", "a transport error": "no route"}
-    words["an address"] = "it does not answer at p:1"
+    [p], [d] = rig.prefill, rig.decode
+    [first] = rig.asked(p)
+    words = {
+        "changed pages": "as they were sent", "silence": f"within {TEST_SECONDS:.1f} s",
+        "a transport error": "no route", "an address": "it does not respond at p:1",
+    }  # fmt: skip
+    match what:
+        case "changed pages":
+            rig.tested(p, d, first.test_id, equal=False)
+        case "an address":
+            rig.tested(p, d, first.test_id, reason="it does not respond at p:1")
+        case "a transport error":
+            rig.peer_failed(p, d, "no route")
+        case "silence":
+            rig.clock.advance(TEST_SECONDS)
+    assert rig.asked(p) == [], "not at once"
     assert words[what] in rig.pool.why_not_ready()
-    rig.probed(prefill, decode, second.probe_id)
-    await asyncio.sleep(0.01)
-    assert len(rig.pool.ready_pairs()) == 1
-    assert prefill.reason == ""
+    rig.clock.advance(1.5 * FIRST_PAUSE_SECONDS)
+    [second] = rig.asked(p)
+    assert second.test_id != first.test_id
+    rig.tested(p, d, first.test_id)
+    assert rig.pool.ready_pairs() == []
+    rig.tested(p, d, second.test_id)
+    assert rig.pool.ready_pairs() == [(p, d)]
+    assert p.pair_reason == ""
 
 
-async def test_tests_towards_one_decode_worker_do_not_come_across_each_other():
+def test_pauses_between_tests_grow_to_a_limit():
+    rig = PairRig()
+    [p], [d] = rig.prefill, rig.decode
+    for _ in range(8):
+        [asked] = rig.asked(p)
+        rig.tested(p, d, asked.test_id, equal=False)
+        [timer] = rig.clock.later
+        pause = timer.due - rig.clock.now()
+        rig.clock.advance(pause)
+    assert 0.5 * LONGEST_PAUSE_SECONDS <= pause <= 1.5 * LONGEST_PAUSE_SECONDS
+
+
+def test_a_busy_prefill_worker_has_more_time():
+    rig = PairRig()
+    [p] = rig.prefill
+    rig.asked(p)
+    rig.pool.receive(p, wpb.SessionResponse(load=wpb.LoadReport(step_ms=2000)))
+    rig.clock.advance(TEST_SECONDS + 1.5 * FIRST_PAUSE_SECONDS)
+    assert len(rig.asked(p)) == 1, "the test that ran had the time of an idle worker"
+    rig.clock.advance(TEST_SECONDS + 7.9)
+    assert rig.asked(p) == []
+
+
+def test_tests_towards_one_decode_worker_do_not_come_across_each_other():
     rig = PairRig(prefill=2)
-    rig.connect()
-    first = await rig.asked(rig.prefill[0])
-    await asyncio.sleep(0.01)
-    assert rig.prefill[1].commands.empty()
-    rig.probed(rig.prefill[0], rig.decode[0], first.probe_id)
-    rig.probed(rig.prefill[1], rig.decode[0], (await rig.asked(rig.prefill[1])).probe_id)
-    await asyncio.sleep(0.01)
+    first, second = rig.prefill
+    [d] = rig.decode
+    [asked] = rig.asked(first)
+    assert rig.asked(second) == []
+    rig.tested(first, d, asked.test_id)
+    [asked] = rig.asked(second)
+    rig.tested(second, d, asked.test_id)
     assert len(rig.pool.ready_pairs()) == 2
 
 
-async def test_a_session_that_blips_while_a_test_waits_for_another_loses_no_pair():
+@pytest.mark.parametrize("who", ["decode", "the prefill worker under test", "the prefill worker that waits"])
+def test_a_session_that_blips_while_pairs_are_tested_loses_no_pair(who):
     rig = PairRig(prefill=2)
-    rig.connect()
-    await rig.asked(rig.prefill[0])  # its test runs, that of the other one waits
-    decode, info = rig.decode[0], rig.decode[0].info
-    rig.pool._close_link(decode)
-    await asyncio.sleep(0)
-    decode.info = wpb.WorkerInfo()
-    decode.info.CopyFrom(info)  # the same incarnation, connected again
-    rig.connect()
+    [d] = rig.decode
+    blips = {"decode": d, "the prefill worker under test": rig.prefill[0]}.get(who, rig.prefill[1])
+    stale = rig.asked(rig.prefill[0])
+    rig.pool.close(blips)
+    rig.open(blips)  # the same incarnation, connected again
     for _ in range(20):
-        await asyncio.sleep(0.02)
+        rig.clock.advance(0.1)
         for prefill in rig.prefill:
-            for command in rig.sent(prefill):
-                if command.HasField("connect_peer"):
-                    rig.probed(prefill, decode, command.connect_peer.probe_id)
+            for asked in rig.asked(prefill):
+                rig.tested(prefill, d, asked.test_id)
+    if len(rig.pool.ready_pairs()) < 2:  # the test that ran when the other session broke
+        rig.tested(rig.prefill[0], d, stale[0].test_id)
+        for asked in rig.asked(rig.prefill[1]):
+            rig.tested(rig.prefill[1], d, asked.test_id)
     assert len(rig.pool.ready_pairs()) == 2
 
 
-async def test_a_pair_that_breaks_is_tested_again():
+def test_a_pair_that_breaks_is_tested_again():
     """Casebook C095, C113: not for ever, and only that pair."""
     rig = PairRig(decode=2)
-    for link in rig.prefill:
-        link.ready_peers = {d.agent_name for d in rig.decode}
-    rig.pool._on_peer(rig.prefill[0], wpb.PeerEvent(agent_name=rig.decode[0].agent_name, reason="cut"))
-    assert rig.pool.ready_pairs() == [(rig.prefill[0], rig.decode[1])]
-    asked = await rig.asked(rig.prefill[0])
-    rig.probed(rig.prefill[0], rig.decode[0], asked.probe_id)
-    await asyncio.sleep(0.01)
+    [p] = rig.prefill
+    for asked in rig.asked(p):
+        decode = next(d for d in rig.decode if d.agent_name == asked.endpoint.agent_name)
+        rig.tested(p, decode, asked.test_id)
+    assert len(rig.pool.ready_pairs()) == 2
+    rig.peer_failed(p, rig.decode[0], "cut")
+    assert rig.pool.ready_pairs() == [(p, rig.decode[1])]
+    [asked] = rig.asked(p)
+    rig.tested(p, rig.decode[0], asked.test_id)
     assert len(rig.pool.ready_pairs()) == 2
 
 
-async def test_a_worker_of_another_tier_at_an_address_is_refused():
+def test_a_decode_worker_that_is_gone_is_forgotten_by_all_prefill_workers():
+    rig = PairRig(prefill=2)
+    agent_name = rig.decode[0].agent_name
+    rig.pool.close(rig.decode[0])
+    for prefill in rig.prefill:
+        commands = []
+        while not prefill.commands.empty():
+            commands.append(prefill.commands.get_nowait())
+        assert [c.forget_peer.agent_name for c in commands if c.HasField("forget_peer")] == [agent_name]
+    assert rig.clock.later == [], "no test is waited for"
+
+
+def test_workers_whose_pages_differ_are_not_paired():
+    rig = PairRig(decode=0)
+    link = rig.pool.add("d0:1", wpb.TIER_DECODE)
+    info = make_link(wpb.TIER_DECODE, "d0", tokenizer="hash").info
+    info.fingerprint.page_size = 32
+    rig.pool.receive(link, wpb.SessionResponse(info=info))
+    assert rig.asked(rig.prefill[0]) == []
+    assert "not paired: prefill and decode differ in page_size" in rig.pool.why_not_ready()
+
+
+@pytest.mark.parametrize(
+    ("tier", "tokenizer", "words"),
+    [
+        (wpb.TIER_PREFILL, "hash", "it is a prefill worker, expected was decode"),
+        (wpb.TIER_DECODE, "other", "its tokenizer differs from the router's"),
+    ],
+)
+def test_a_worker_that_must_not_be_used_is_refused(tier, tokenizer, words):
     """Casebook C148: somebody else took the address."""
-    rig = PairRig()
-    stranger = make_link(wpb.TIER_PREFILL, "p9", tokenizer="hash").info
-    with pytest.raises(Exception, match="it is a prefill worker, expected was decode"):
-        rig.pool._open_link(rig.decode[0], stranger)
+    rig = PairRig(decode=0)
+    link = rig.pool.add("d0:1", wpb.TIER_DECODE)
+    with pytest.raises(WorkerRefused, match=words):
+        rig.pool.receive(link, wpb.SessionResponse(info=make_link(tier, "x", tokenizer=tokenizer).info))
+
+
+def test_a_links_state_says_what_became_of_its_session():
+    link = WorkerLink("d0:1", wpb.TIER_DECODE)
+    link.lost("UNAVAILABLE: connection refused")
+    assert link.state == "connecting", "what was never there is not lost"
+    link.opened(make_link(wpb.TIER_DECODE, "d0").info)
+    assert repr(link) == "<decode worker d0: ready, 0 legs>"
+    link.lost("the worker ended the session")
+    assert (link.state, link.reason) == ("lost", "the worker ended the session")
+    link.closed()
+    link.lost("UNAVAILABLE: connection refused")
+    assert link.state == "lost", "it was there once"
 
 
 def state(rig, link, value, **fields):
-    rig.dispatcher.pool._on_state(link, wpb.WorkerStateEvent(state=value, **fields))
+    rig.event(link, state=wpb.WorkerStateEvent(state=value, **fields))
 
 
-async def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new():
+def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new():
     rig = Rig(decode=2)
     running = rig.submit()
     rig.reserved(running, running.decode)
@@ -147,7 +233,7 @@ async def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new():
     assert draining.state == "draining"
 
 
-async def test_requests_of_a_stuck_worker_go_on_elsewhere_and_it_may_recover():
+def test_requests_of_a_stuck_worker_continue_elsewhere_and_it_may_recover():
     rig = Rig(decode=2)
     request = rig.submit()
     stuck = request.decode
@@ -160,27 +246,3 @@ async def test_requests_of_a_stuck_worker_go_on_elsewhere_and_it_may_recover():
     rig.submit(num_tokens=5)
     state(rig, stuck, wpb.WORKER_STATE_READY)
     assert any(stuck in pair for pair in rig.dispatcher.pool.ready_pairs())
-
-
-class Frozen(worker_pb2_grpc.WorkerServiceServicer):
-    """Says who it is, then nothing: no heartbeat, no end."""
-
-    async def Session(self, request_iterator, context):
-        yield wpb.SessionResponse(info=make_link(wpb.TIER_DECODE, "d", tokenizer="hash").info)
-        await asyncio.sleep(60)
-
-
-async def test_a_worker_that_falls_silent_is_lost(monkeypatch):
-    """Casebook C141: a frozen process keeps its connection open."""
-    monkeypatch.setattr(worker_pool, "SILENCE_LOOK_SECONDS", 0.02)
-    server = RpcServer("127.0.0.1", 0, ["kvferry.v1.WorkerService"])
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(Frozen(), server.server)
-    await server.start()
-    lost = asyncio.Event()
-    pool = WorkerPool("r", "hash", lambda *_: None, lambda link: lost.set(), lambda: None, silence_seconds=0.3)
-    link = pool.add(server.address, wpb.TIER_DECODE)
-    await asyncio.wait_for(lost.wait(), 5)
-    assert link.state == "lost"
-    assert link.reason == "nothing was heard of it for 0.3 s"
-    await pool.close()
-    await server.server.stop(0)

@@ -18,23 +18,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import worker_runtime.answering_loop as answering_loop
+from decode_service.ticket_closer import Writer
+
 import decode_service.loop
 import prefill_service.loop
 import router.dispatch
 import router.policy
 import router.request
 import router.worker_pool
-import worker_runtime.answering_loop as answering_loop
 import worker_runtime.engine_loop as engine_loop
 import worker_runtime.health as worker_health
 import worker_runtime.stamps as worker_stamps
 from decode_service.config import DecodeConfig
 from decode_service.loop import DecodeLoop
-from decode_service.ticket_closer import Writer
 from engine.config import EngineConfig
 from engine.model_runner import StepLogits
 from engine.page_pool import PagePool
-from engine.sampler import Choice
+from engine.sampler import SampledToken
 from kv_transfer.base import Notification
 from kv_transfer.transfer_thread import (
     FENCE_SECONDS,
@@ -70,7 +71,7 @@ from worker_runtime.inbox import (
 from worker_runtime.parts import WorkerParts
 
 PAGE_SIZE = 4
-NUM_PROBE_PAGES = 1
+NUM_TEST_PAGES = 1
 
 
 class BrokenPromise(AssertionError):
@@ -141,11 +142,11 @@ class SimStep:
 
     # what `sample` gives
 
-    def choices(self) -> list[Choice]:
+    def wait(self) -> list[SampledToken]:
         """Computes everything up to here."""
         self.process.compute_until(self)
         assert self.chosen is not None
-        return [Choice(self.chosen[name]) for name in self.rows]
+        return [SampledToken(self.chosen[name]) for name in self.rows]
 
 
 class SimRunner:
@@ -171,7 +172,7 @@ class SimRunner:
         step = SimStep(self._process, entries, previous)
         self._process.launched.append(step)
         if not self.runs_ahead:
-            step.choices()
+            step.wait()
         sampled = [entry for entry in batch if entry.is_sampled]
         return StepLogits(sampled, step if sampled else None)  # type: ignore[arg-type]
 
@@ -362,11 +363,11 @@ class SimWorker:
         self.launched: deque[SimStep] = deque()
         num_pages = world.num_pages
         self.pool = PagePool(num_pages)
-        self.memory: list[Any] = [None] * (num_pages + NUM_PROBE_PAGES)
+        self.memory: list[Any] = [None] * (num_pages + NUM_TEST_PAGES)
         parts = WorkerParts(
             runner=NOTHING, pool=self.pool, page_size=PAGE_SIZE, transfers=SimTransfers(self), transport_name="sim",
             page_bytes=1, vocab_size=100, inbox=self.inbox, sessions=SimSessions(self), metrics=NOTHING,
-            loop=world.clock, probe_pages=FakeProbePages(tuple(range(num_pages, num_pages + NUM_PROBE_PAGES))),
+            loop=world.clock, probe_pages=FakeProbePages(tuple(range(num_pages, num_pages + NUM_TEST_PAGES))),
             worker_id=self.name, incarnation_id=self.incarnation, agent_name=self.agent_name,
             address=self.name,
         )  # fmt: skip
@@ -386,7 +387,7 @@ class SimWorker:
             token_budget=world.token_budget,
         )  # fmt: skip
         endpoint = kv_pb2.TransferEndpoint(
-            agent_name=self.agent_name, num_pages=num_pages, num_probe_pages=NUM_PROBE_PAGES
+            agent_name=self.agent_name, num_pages=num_pages, num_test_pages=NUM_TEST_PAGES
         )
         self.info = wpb.WorkerInfo(
             worker_id=self.name, incarnation_id=self.incarnation, tier=tier, limits=limits, endpoint=endpoint

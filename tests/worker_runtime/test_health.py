@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from protos import worker_pb2
+from tests.scripted import FakeClock
 from worker_runtime.health import PAGES, Health
 
 
@@ -28,11 +28,11 @@ def stuck():
 
 def test_an_engine_without_progress_is_a_fault_until_it_goes_on(stuck):
     """Casebook C141: it says where it stands, and recovers."""
-    health, changes = Health(), []
-    health.on_change = lambda: changes.append(health.event().state)
+    clock, changes = FakeClock(), []
+    health = Health(clock, lambda: changes.append(health.event().state))
     health.reached("computing a step")
     assert health.watch_engine(stuck, 10.0) is None
-    time.sleep(0.02)
+    clock.advance(0.02)
     stack = health.watch_engine(stuck, 0.01)
     assert "stand_still" in stack
     assert health.watch_engine(stuck, 0.01) is None, "said once"
@@ -45,16 +45,17 @@ def test_an_engine_without_progress_is_a_fault_until_it_goes_on(stuck):
 
 
 def test_waiting_for_work_is_no_fault(stuck):
-    health = Health()
+    clock = FakeClock()
+    health = Health(clock, lambda: None)
     health.reached("something")
     health.waits()
-    time.sleep(0.02)
+    clock.advance(0.02)
     assert health.watch_engine(stuck, 0.01) is None
     assert health.event().state == worker_pb2.WORKER_STATE_READY
 
 
 def test_a_fault_is_told_before_draining_and_only_some_are_stuck():
-    health = Health()
+    health = Health(FakeClock(), lambda: None)
     health.drain()
     assert health.event().state == worker_pb2.WORKER_STATE_DRAINING
     health.set_fault(PAGES, "pages do not add up")

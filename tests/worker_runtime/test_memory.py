@@ -4,25 +4,25 @@ import psutil
 import pytest
 import torch
 
-from worker_runtime import process
+from worker_runtime import pool_size
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "CGROUP", tmp_path)
+    monkeypatch.setattr(pool_size, "CGROUP", tmp_path)
     return tmp_path
 
 
 def test_a_limit_counts_less_what_is_used(cgroup):
     (cgroup / "memory.max").write_text("1000000\n")
     (cgroup / "memory.current").write_text("400000\n")
-    assert process._free_memory(CPU) == 600_000
+    assert pool_size.free_memory(CPU) == 600_000
 
 
 @pytest.mark.parametrize("limit", ["max\n", None])
 def test_without_a_limit_the_machine_counts(cgroup, limit):
     if limit is not None:
         (cgroup / "memory.max").write_text(limit)
-    assert abs(process._free_memory(CPU) - psutil.virtual_memory().available) < 2**30
+    assert abs(pool_size.free_memory(CPU) - psutil.virtual_memory().available) < 2**30

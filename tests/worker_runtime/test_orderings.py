@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.sampler import Choice
+from engine.sampler import SampledToken
 from protos import worker_pb2
 from tests.colocated_service.test_loop import Rig as ColocatedRig
 from tests.decode_service.test_loop import Rig as DecodeRig
 from tests.prefill_service.test_loop import Rig as PrefillRig
-from worker_runtime import answering_loop
+from tests.scripted import make_ref, make_spec
 from worker_runtime.inbox import SessionCommand
 
 STOP = 3
@@ -34,10 +34,10 @@ class Device:
                 self.rows = {s.sequence_id: row for row, s in enumerate(sequences)}
                 self.tokens = [STOP if (s.sequence_id, s.num_output_tokens) in device.stops else 7 for s in sequences]
 
-            def choices(self):
+            def wait(self):
                 device.log.append(("over", self.number))
                 device.on_wait(self.number)
-                return [Choice(token) for token in self.tokens]
+                return [SampledToken(token) for token in self.tokens]
 
         def logged_flush():
             for event in rig.sessions.events[1]:
@@ -48,7 +48,7 @@ class Device:
 
         monkeypatch.setattr(rig.runner, "run", logged_run)
         monkeypatch.setattr(rig.sessions, "flush", logged_flush)
-        monkeypatch.setattr(answering_loop, "sample", Chosen)
+        rig.runner.sampler = Chosen
 
     def num_launched(self):
         return max(number for what, number in self.log if what == "launch")
@@ -90,11 +90,9 @@ def test_pages_freed_in_a_turn_are_offered_to_a_foreign_writer_one_turn_later(ri
     """A reservation that came while a step was waited for could be met with the pages that this very step has freed,
     though the step behind it, which is launched already, still writes to them."""
     device.stops.add(("ends#0", 3))
-    command = worker_pb2.ReserveCommand(
-        request_id="new", token_ids=(5,) * 8, num_prompt_tokens=8, stop=worker_pb2.StopConfig(max_tokens=1),
-        sampling=worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0), writer_agent_name="p/1",
-        writer_incarnation_id="1", writer_address="p:1",
-    )  # fmt: skip
+    writer = worker_pb2.PageWriter(agent_name="p/1", incarnation_id="1", address="p:1")
+    spec = make_spec((5,) * 8, max_tokens=1)
+    command = worker_pb2.ReserveCommand(ref=make_ref("new"), spec=spec, writer=writer)
 
     def ask_now(number):
         if not rig.sessions.of("reserved")[2:] and rig.inbox._queue.empty():

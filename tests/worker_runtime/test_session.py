@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from protos import worker_pb2
+from rpc.clock import SystemClock
 from worker_runtime import session
 from worker_runtime.inbox import Inbox, SessionClosed
 from worker_runtime.session import Sessions
@@ -15,7 +16,7 @@ def load(number):
 
 
 async def test_events_come_in_order_to_their_own_router():
-    sessions = Sessions(asyncio.get_running_loop(), Inbox())
+    sessions = Sessions(SystemClock(asyncio.get_running_loop()), Inbox())
     queues = {number: sessions.open(number) for number in (1, 2)}
     for number in range(3):
         sessions.add(1, load(number))
@@ -30,7 +31,7 @@ async def test_events_come_in_order_to_their_own_router():
 async def test_a_router_that_does_not_read_loses_its_session_and_others_do_not(monkeypatch):
     monkeypatch.setattr(session, "MAX_WAITING_EVENTS", 10)
     inbox = Inbox()
-    sessions = Sessions(asyncio.get_running_loop(), inbox)
+    sessions = Sessions(SystemClock(asyncio.get_running_loop()), inbox)
     stuck, fine = sessions.open(1), sessions.open(2)
     for number in range(11):
         for session_id in (1, 2):

@@ -13,7 +13,7 @@ import torch
 from engine.kv_cache import KvCache
 
 
-class ProbePages(Protocol):
+class PairTestPages(Protocol):
     """The test pages of a worker."""
 
     page_ids: tuple[int, ...]
@@ -27,21 +27,21 @@ class ProbePages(Protocol):
         ...
 
 
-class KvProbePages:
-    """See `ProbePages`. Filled with noise at the start, which is what a prefill worker sends."""
+class KvTestPages:
+    """See `PairTestPages`. Filled with noise at the start, which is what a prefill worker sends."""
 
     def __init__(self, kv_cache: KvCache) -> None:
-        self.page_ids = tuple(range(kv_cache.num_pages, kv_cache.num_pages + kv_cache.num_probe_pages))
+        self.page_ids = tuple(range(kv_cache.num_pages, kv_cache.num_pages + kv_cache.num_test_pages))
         self._bytes = kv_cache.tensor[kv_cache.num_pages :].view(torch.uint8)
         self._bytes.random_(0, 256)
 
     def digest(self) -> bytes:
-        """See `ProbePages.digest`."""
+        """See `PairTestPages.digest`."""
         return hashlib.sha256(self._bytes.cpu().numpy().tobytes()).digest()
 
     def clear(self) -> None:
-        """See `ProbePages.clear`."""
+        """See `PairTestPages.clear`."""
         self._bytes.zero_()
         if self._bytes.is_cuda:
-            # Launched is not done, and the next test may be on its way.
+            # The device may not have done it yet, and the next test may be on its way.
             torch.cuda.synchronize(self._bytes.device)
