@@ -15,7 +15,7 @@ class ColocatedConfig(WorkerConfig):
 
     token_budget: int = 512
     """Tokens per step: in mixed steps those of running answers and the rest for prompts."""
-    policy: StepPolicy = "mixed"
+    step_policy: StepPolicy = "mixed"
     """mixed: each step gives every running answer a token and the rest of the budget to chunks of prompts;
     prefill_first: prompts are computed before any answer goes on."""
     prompt_order: Policy = "fcfs"
@@ -29,7 +29,7 @@ class ColocatedConfig(WorkerConfig):
         super().__post_init__()
         if self.token_budget < 1:
             raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")
-        if self.policy == "mixed" and self.token_budget <= self.max_num_sequences:
+        if self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
             raise ValueError(
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "with mixed steps the budget must be larger, or running answers leave nothing for prompts"

@@ -76,7 +76,7 @@ class ColocatedLoop(AnsweringLoop[ColocatedStep, _Request]):
             parts.page_size,
             config.token_budget,
             config.max_num_sequences,
-            config.policy,
+            config.step_policy,
             config.prompt_order,
         )
         self._rate, self._token_budget = Rate(), config.token_budget

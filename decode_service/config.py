@@ -13,7 +13,7 @@ from worker_runtime.config import Overlap, WorkerConfig
 class DecodeConfig(WorkerConfig):
     """A decode worker: receives the pages of prompts and generates tokens, all sequences together."""
 
-    admission: Admission = "learned"
+    decode_admission: Admission = "learned"
     """Room kept for answers to grow: learned from how long answers get (one that finds no page is handed back and
     resumed later), or full: the longest answer of each request, so that none is ever handed back."""
     quarantine_timeout: MaybeSeconds = None

@@ -77,7 +77,7 @@ class DecodeLoop(AnsweringLoop[DecodeStep, _Request]):
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = DecodeScheduler(
-            parts.pool, self._cache, parts.page_size, config.max_num_sequences, config.admission
+            parts.pool, self._cache, parts.page_size, config.max_num_sequences, config.decode_admission
         )
         self._prompt_tokens = self._hit_tokens = 0
         self._requests: dict[TicketKey, _Request] = {}

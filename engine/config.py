@@ -35,8 +35,6 @@ class EngineConfig:
     cuda_graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     """On a GPU: numbers of sequences for which decode steps are recorded as CUDA graphs. A step is padded to the next;
     one with more than the largest runs without. None given: no graphs."""
-    tp_size: int = 1
-    """GPUs that share one model by tensor parallelism. Only 1 can be run yet."""
     max_model_len: MaybeNumber = None
     """Longest sequence, prompt and output together, in tokens. Unset: what the model was trained for."""
     threads: MaybeNumber = None
@@ -53,10 +51,5 @@ class EngineConfig:
             raise ValueError(f"--memory-fraction is {self.memory_fraction:g}; it must be above 0 and at most 1")
         if any(size < 1 for size in self.cuda_graph_sizes):
             raise ValueError(f"--cuda-graph-sizes are {self.cuda_graph_sizes}; each must be at least 1 sequence")
-        if self.tp_size != 1:
-            raise ValueError(
-                f"--tp-size is {self.tp_size}, but a model that is split over several GPUs can't be run yet; use 1, "
-                "and more workers in place of larger ones"
-            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"--threads is {self.threads}; at least 1 is needed")

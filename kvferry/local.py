@@ -92,15 +92,15 @@ class SchedulingOptions:
 
     token_budget: int = 512
     """Prompt tokens per prefill step."""
-    policy: Policy = "fcfs"
+    prompt_order: Policy = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
-    colocated_policy: StepPolicy = "mixed"
+    step_policy: StepPolicy = "mixed"
     """Steps of colocated workers: answers and chunks of prompts together, or prompts before answers."""
     prefix_cache: bool = True
     """Keep pages of computed prompts, and use them for prompts that begin alike."""
     decode_prefix_cache: bool = True
     """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
-    admission: Admission = "learned"
+    decode_admission: Admission = "learned"
     """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
     overlap: Overlap = "auto"
     """Decode and colocated workers launch a step while the one before it is computed. auto: on a GPU."""
@@ -153,7 +153,7 @@ class ClusterConfig(ModelOptions, WorkerOptions, SchedulingOptions, AddressOptio
         ):
             if value is not None and value < least:
                 raise ValueError(f"{flag} is {value}; it must be at least {least}")
-        if self.colocated and self.colocated_policy == "mixed" and self.token_budget <= self.max_num_sequences:
+        if self.colocated and self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
             raise ValueError(
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "mixed steps of colocated workers need a larger budget"
@@ -310,14 +310,14 @@ class LocalCluster:
             if value is not None:
                 arguments += [flag, str(value)]
         if tier == "prefill":
-            arguments += ["--token-budget", str(config.token_budget), "--policy", config.policy]
+            arguments += ["--token-budget", str(config.token_budget), "--prompt-order", config.prompt_order]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         elif tier == "decode":
-            arguments += ["--admission", config.admission, "--overlap", config.overlap]
+            arguments += ["--decode-admission", config.decode_admission, "--overlap", config.overlap]
             arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
         else:
-            arguments += ["--token-budget", str(config.token_budget), "--policy", config.colocated_policy]
-            arguments += ["--overlap", config.overlap, "--prompt-order", config.policy]
+            arguments += ["--token-budget", str(config.token_budget), "--step-policy", config.step_policy]
+            arguments += ["--overlap", config.overlap, "--prompt-order", config.prompt_order]
             arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
         name = f"{tier}-{index}"
         return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])

@@ -32,7 +32,7 @@ def serve(config: PrefillConfig) -> int:
     def build_loop(parts: WorkerParts) -> PrefillLoop:
         return PrefillLoop(parts, parts.runner, config)
 
-    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.policy])
+    limits = worker_pb2.WorkerLimits(token_budget=config.token_budget, slowdown=SLOWDOWN[config.prompt_order])
     return run_worker(config, worker_pb2.TIER_PREFILL, limits, build_loop, [SERVICE_NAME], _add_services)
 
 

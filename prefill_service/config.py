@@ -15,7 +15,7 @@ class PrefillConfig(WorkerConfig):
     token_budget: int = 512
     """Prompt tokens computed per step, over all prompts. Longer prompts run as chunks."""
 
-    policy: Policy = "fcfs"
+    prompt_order: Policy = "fcfs"
     """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
     prefix_cache: bool = True
     """Keep pages of computed prompts, and use them for prompts that begin alike."""

@@ -127,7 +127,7 @@ class PrefillLoop(EngineLoop):
         self._cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._reporter = LoadReporter(parts.sessions, self._cache)
         self._scheduler = PrefillScheduler(
-            parts.pool, self._cache, parts.page_size, config.token_budget, config.max_num_sequences, config.policy
+            parts.pool, self._cache, parts.page_size, config.token_budget, config.max_num_sequences, config.prompt_order
         )
         self._rate, self._token_budget = Rate(), config.token_budget
         self._prompt_tokens = self._hit_tokens = 0

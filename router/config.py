@@ -67,7 +67,7 @@ class RouterConfig:
     """A request that no worker began within this time is refused with RESOURCE_EXHAUSTED. Unset: no limit but the
     client's deadline."""
 
-    admission: Admission = "always"
+    deadline_admission: Admission = "always"
     """predictive: a request whose first token can't come before its deadline, at the rate that workers report, is
     refused at once with RESOURCE_EXHAUSTED; always: it may wait and try."""
     routing: Routing = "cache_aware"

@@ -94,7 +94,7 @@ class Dispatcher:
                 f"this request has {num_requests * num_tokens}"
             )
 
-        if self._config.admission == "predictive" and deadline_seconds is not None:
+        if self._config.deadline_admission == "predictive" and deadline_seconds is not None:
             needed = seconds_to_first_token(num_tokens, self._queue.num_tokens, pairs)
             if needed is not None and needed > deadline_seconds:
                 raise ResourceExhausted(

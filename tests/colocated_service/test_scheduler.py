@@ -151,7 +151,7 @@ def test_a_resumed_answer_goes_ahead_of_new_prompts():
 def test_settings_that_can_not_work_are_refused(budget, sequences, words):
     with pytest.raises(ValueError, match=words):
         ColocatedConfig(EngineConfig(model="m"), token_budget=budget, max_num_sequences=sequences)
-    ColocatedConfig(EngineConfig(model="m"), token_budget=8, max_num_sequences=8, policy="prefill_first")
+    ColocatedConfig(EngineConfig(model="m"), token_budget=8, max_num_sequences=8, step_policy="prefill_first")
 
 
 @settings(max_examples=150, deadline=None)

@@ -263,7 +263,7 @@ def test_a_first_token_from_prefill_is_known_from_the_start(rig, device):
 @pytest.mark.parametrize("admission", ["full", "learned"])
 def test_a_pending_last_token_takes_no_page(monkeypatch, admission):
     """4 prompt tokens and an answer of 5 need 2 pages, since the last token's KV is never computed; two fit 4 pages."""
-    rig = Rig(num_pages=4, prefix_cache=False, overlap="on", admission=admission)
+    rig = Rig(num_pages=4, prefix_cache=False, overlap="on", decode_admission=admission)
     Device(rig, monkeypatch)
     begin(rig, "a", token_ids=(1,) * 4, max_tokens=5)
     scheduler, seen = rig.worker._scheduler, set()

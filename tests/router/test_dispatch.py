@@ -773,7 +773,7 @@ async def test_pairs_and_colocated_workers_take_over_from_each_other():
 
 
 async def test_a_deadline_that_can_not_be_met_is_refused_at_once_if_asked_for():
-    rig = Rig(prefill=2, admission="predictive")
+    rig = Rig(prefill=2, deadline_admission="predictive")
     rig.dispatcher.check_room(1, 10**6, deadline_seconds=0.1)  # no rate is known yet
     for link in rig.prefill:
         link.load.tokens_per_second = 500.0
