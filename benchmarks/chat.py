@@ -18,7 +18,8 @@ from rich.table import Table
 
 from engine.model_store import DEFAULT_MODEL
 from kvferry.client import Client, Result
-from kvferry.local import ClusterConfig, LocalCluster
+from kvferry.cluster_config import ClusterConfig
+from kvferry.local import LocalCluster
 
 MESSAGE = "Tell me more about the ships that passed the point in the year after the great storm. " * 8
 

@@ -377,7 +377,8 @@ def _run(runner: ModelRunner, step: list[ScheduledSequence], device: torch.devic
 def check_transfer(device: torch.device, report: Report) -> None:
     """Two tiers as real processes on one GPU: pages go from VRAM to VRAM, and answers are those of one process."""
     from kvferry.client import Client
-    from kvferry.local import ClusterConfig, LocalCluster
+    from kvferry.cluster_config import ClusterConfig
+    from kvferry.local import LocalCluster
     from worker_runtime.config import Overlap
 
     os.environ["UCX_PROTO_INFO"] = "y"  # it tells which transports it took

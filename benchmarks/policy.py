@@ -19,7 +19,8 @@ from rich.table import Table
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
 from kvferry.client import AsyncClient
-from kvferry.local import ClusterConfig, LocalCluster
+from kvferry.cluster_config import ClusterConfig
+from kvferry.local import LocalCluster
 from prefill_service.scheduler import Policy
 
 

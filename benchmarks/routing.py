@@ -24,7 +24,8 @@ from rich.table import Table
 
 from engine.model_store import DEFAULT_MODEL
 from kvferry.client import AsyncClient, Client
-from kvferry.local import ClusterConfig, LocalCluster
+from kvferry.cluster_config import ClusterConfig
+from kvferry.local import LocalCluster
 from router.config import Routing
 
 QUESTION_TOKENS = 40

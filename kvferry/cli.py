@@ -21,11 +21,11 @@ from tyro.conf import Positional
 from benchmarks.config import BenchCommand
 from colocated_service.config import ColocatedConfig
 from decode_service.config import DecodeConfig
+from engine.config import ModelOptions
 from engine.model_store import DEFAULT_MODEL
-from kvferry.local import (
+from kvferry.cluster_config import (
     AddressOptions,
     ClusterConfig,
-    ModelOptions,
     OutputOptions,
     SchedulingOptions,
     WorkerOptions,
@@ -54,7 +54,7 @@ RESTART_PAUSE_SECONDS = 2.0
 class UpCommand:
     """Starts a router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
 
-    serving: ModelOptions = field(default_factory=ModelOptions)
+    serving: ModelOptions = field(default_factory=lambda: ModelOptions(DEFAULT_MODEL))
     workers: WorkerOptions = field(default_factory=WorkerOptions)
     scheduling: SchedulingOptions = field(default_factory=SchedulingOptions)
     addresses: AddressOptions = field(default_factory=AddressOptions)

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from engine.model_store import ModelUnavailable
 from kvferry.client import Client, KvferryError, Result
-from kvferry.local import ClusterConfig, LocalCluster, StartFailed
+from kvferry.cluster_config import ClusterConfig
+from kvferry.local import LocalCluster, StartFailed
 
 QUESTION = "\n\nWhat is the name of the island?"
 STAGES = (

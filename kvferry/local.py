@@ -18,23 +18,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, cast
 
-from colocated_service.scheduler import StepPolicy
-from decode_service.scheduler import Admission
-from engine.config import DTypeName
-from engine.model_store import DEFAULT_MODEL, resolve_model
+from engine.model_store import resolve_model
 from kvferry.client import Client, KvferryError
-from prefill_service.scheduler import Policy
+from kvferry.cluster_config import TIERS, ClusterConfig, Tier, defaults_of
+from kvferry.flags import flags_of
 from protos import inference_pb2
-from rpc.config import LogLevel
-from rpc.placeholders import MaybeFile, MaybeFolder, MaybeNumber, MaybePort
+from router.config import RouterConfig
+from rpc.config import ProcessConfig
 from rpc.process import write_ready_file
 from rpc.server import PortInUse, try_port
-from worker_runtime.config import Overlap
+from worker_runtime.config import WorkerConfig
 
 START_SECONDS = 1800.0
 """Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at
@@ -43,153 +41,12 @@ ROUTER_STOP_SECONDS = 5.0
 STOP_SECONDS = 20.0
 """Most time for workers without a router: nobody wants anything of them any more."""
 POLL_SECONDS = 0.02
-TIERS = ("prefill", "decode", "colocated")
 ERROR_PREFIX = "kvferry: error: "
 """How a process begins the line that says why it can't run."""
 
 
 class StartFailed(Exception):
     """A process ended or stayed silent instead of becoming ready."""
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """What is served."""
-
-    model: str = DEFAULT_MODEL
-    """Name of a built-in model, folder, GGUF file or hub id."""
-    dtype: DTypeName = "auto"
-    """Element type; auto is bfloat16 where the processor computes in it, else float32."""
-    max_model_len: MaybeNumber = None
-    """Longest sequence in tokens. Unset: what the model was trained for."""
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """How many workers of which kind, and what they may use."""
-
-    prefill: MaybeNumber = None
-    """Number of prefill workers. Unset: 1, or none if there are colocated workers."""
-    decode: MaybeNumber = None
-    """Number of decode workers. Unset: 1, or none if there are colocated workers."""
-    colocated: int = 0
-    """Number of workers that compute prompts and generate tokens in one process, without a transfer."""
-    device: str = "auto"
-    """Where workers compute: cpu, cuda or cuda:N, which they share. auto: the first GPU if there is one."""
-    memory_fraction: float = 0.85
-    """Of a GPU's memory, what all workers take together."""
-    page_size: int = 16
-    """Tokens in a KV page."""
-    num_pages: MaybeNumber = None
-    """Pages of each worker. Unset: by model and memory."""
-    max_num_sequences: int = 64
-    """Most sequences at once on each worker."""
-
-
-@dataclass(frozen=True)
-class SchedulingOptions:
-    """In which order and how large steps are, and what is kept for later."""
-
-    token_budget: int = 512
-    """Prompt tokens per prefill step."""
-    prompt_order: Policy = "fcfs"
-    """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
-    step_policy: StepPolicy = "mixed"
-    """Steps of colocated workers: answers and chunks of prompts together, or prompts before answers."""
-    prefix_cache: bool = True
-    """Keep pages of computed prompts, and use them for prompts that begin alike."""
-    decode_prefix_cache: bool = True
-    """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
-    decode_admission: Admission = "learned"
-    """Room that decode keeps for answers to grow: learned, or full for the longest answer of each request."""
-    overlap: Overlap = "auto"
-    """Decode and colocated workers launch a step while the one before it is computed. auto: on a GPU."""
-
-
-@dataclass(frozen=True)
-class AddressOptions:
-    """Where it is reached, and how long it waits for things."""
-
-    port: int = 50051
-    """gRPC port of the router; 0 picks a free one."""
-    http_port: MaybePort = None
-    """Port of the OpenAI-compatible HTTP front. Unset: 8000, or a free one with --port 0."""
-    worker_silence_seconds: float = 10.0
-    """A worker that was not heard of for this long counts as lost."""
-    drain_seconds: float = 10.0
-    """Time that running requests get to end when the cluster is stopped."""
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """What is written, and where."""
-
-    ready_file: MaybeFile = None
-    """Written as JSON (addresses, pids) when the cluster is ready."""
-    log_dir: MaybeFolder = None
-    """Folder for one log file per process. Unset: standard error, with a prefix."""
-    log_level: LogLevel | None = None
-    """Least severe messages to log. Unset: info with --log-dir, else warning."""
-
-
-@dataclass(frozen=True)
-class ClusterConfig(ModelOptions, WorkerOptions, SchedulingOptions, AddressOptions, OutputOptions):
-    """A router and its workers on this machine: prefill and decode workers, colocated ones, or both kinds."""
-
-    def __post_init__(self) -> None:
-        if self.colocated < 0 or self.num_prefill < 0 or self.num_decode < 0:
-            raise ValueError("--prefill, --decode and --colocated can't be negative")
-        if self.colocated == 0 or self.num_prefill or self.num_decode:
-            for flag, number in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
-                if number < 1:
-                    raise ValueError(f"{flag} is {number}; at least 1 worker of each tier is needed")
-        # Workers check the same values, but three processes later.
-        for flag, value, least in (
-            ("--page-size", self.page_size, 1),
-            ("--num-pages", self.num_pages, 1),
-            ("--token-budget", self.token_budget, 1),
-            ("--max-model-len", self.max_model_len, 2),
-            ("--max-num-sequences", self.max_num_sequences, 1),
-        ):
-            if value is not None and value < least:
-                raise ValueError(f"{flag} is {value}; it must be at least {least}")
-        if self.colocated and self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
-            raise ValueError(
-                f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
-                "mixed steps of colocated workers need a larger budget"
-            )
-        if not 0 < self.memory_fraction <= 1:
-            raise ValueError(f"--memory-fraction is {self.memory_fraction:g}; it must be above 0 and at most 1")
-        if self.drain_seconds < 0:
-            raise ValueError(f"--drain-seconds is {self.drain_seconds:g}; it can't be negative")
-        for flag, port in (("--port", self.port), ("--http-port", self.http_port or 0)):
-            if not 0 <= port <= 65535:
-                raise ValueError(f"{flag} is {port}; it must be between 0 and 65535")
-
-    @property
-    def process_log_level(self) -> LogLevel:
-        """Of each process."""
-        return self.log_level or ("warning" if self.log_dir is None else "info")
-
-    @property
-    def num_prefill(self) -> int:
-        """Prefill workers."""
-        return (0 if self.colocated else 1) if self.prefill is None else self.prefill
-
-    @property
-    def num_decode(self) -> int:
-        """Decode workers."""
-        return (0 if self.colocated else 1) if self.decode is None else self.decode
-
-    @property
-    def num_colocated(self) -> int:
-        """Colocated workers."""
-        return self.colocated
-
-    @property
-    def num_workers(self) -> int:
-        """All workers."""
-        return self.num_prefill + self.num_decode + self.num_colocated
 
 
 @dataclass
@@ -272,9 +129,7 @@ class LocalCluster:
             _make_folder("--ready-file", self.config.ready_file.parent)
         self._check_ports()
         self._model = resolve_model(self.config.model)
-        workers = [self.start_worker("prefill", index) for index in range(self.config.num_prefill)]
-        workers += [self.start_worker("decode", index) for index in range(self.config.num_decode)]
-        workers += [self.start_worker("colocated", index) for index in range(self.config.num_colocated)]
+        workers = [self.start_worker(tier, index) for tier in TIERS for index in range(self.config.number_of(tier))]
         for worker in workers:
             self.wait_ready(worker)
         self.wait_ready(self.start_router())
@@ -283,51 +138,28 @@ class LocalCluster:
 
     def _check_ports(self) -> None:
         """Before workers load a model for a router that can't listen. Raises StartFailed."""
-        for flag, port in (("--port", self.config.port), ("--http-port", self._http_port)):
+        for flag, port in (("--port", self.config.port), ("--http-port", self.config.router_http_port)):
             try:
                 try_port(flag, "127.0.0.1", port)
             except PortInUse as error:
                 raise StartFailed(str(error)) from error
 
-    @property
-    def _http_port(self) -> int:
-        if self.config.http_port is not None:
-            return self.config.http_port
-        return 8000 if self.config.port else 0
-
-    def start_worker(self, tier: str, index: int, *flags: str) -> Process:
-        """Starts one worker; `wait_ready` waits for it."""
-        config = self.config
-        first = {"prefill": 0, "decode": config.num_prefill, "colocated": config.num_prefill + config.num_decode}
-        cpus, threads = share_of_cores(first[tier] + index, config.num_workers)
-        arguments = ["--dtype", config.dtype, "--page-size", str(config.page_size), "--device", config.device]
-        arguments += ["--memory-fraction", f"{config.memory_fraction / config.num_workers:.4f}"]
-        arguments += ["--max-num-sequences", str(config.max_num_sequences), "--threads", str(threads)]
-        arguments += ["--drain-seconds", f"{config.drain_seconds:g}"]
-        if cpus:
-            arguments += ["--cpus", cpus]
-        for flag, value in (("--num-pages", config.num_pages), ("--max-model-len", config.max_model_len)):
-            if value is not None:
-                arguments += [flag, str(value)]
-        if tier == "prefill":
-            arguments += ["--token-budget", str(config.token_budget), "--prompt-order", config.prompt_order]
-            arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
-        elif tier == "decode":
-            arguments += ["--decode-admission", config.decode_admission, "--overlap", config.overlap]
-            arguments += [] if config.decode_prefix_cache else ["--no-prefix-cache"]
-        else:
-            arguments += ["--token-budget", str(config.token_budget), "--step-policy", config.step_policy]
-            arguments += ["--overlap", config.overlap, "--prompt-order", config.prompt_order]
-            arguments += [] if config.prefix_cache else ["--no-prefix-cache"]
-        name = f"{tier}-{index}"
-        return self._spawn(name, tier, [*arguments, "--worker-id", name, *flags])
+    def start_worker(self, tier: Tier, index: int, *flags: str, port: int = 0) -> Process:
+        """Starts one worker; `wait_ready` waits for it. flags: beyond those of the cluster's settings."""
+        config, name = self.config, f"{tier}-{index}"
+        position = sum(config.number_of(before) for before in TIERS[: TIERS.index(tier)]) + index
+        cpus, threads = share_of_cores(position, config.num_workers)
+        share = config.memory_fraction / config.num_workers
+        engine = replace(config.engine(), model=str(self._model), memory_fraction=share, threads=threads)
+        worker = config.worker(tier, engine, ProcessConfig(port=port, cpus=cpus), worker_id=name)
+        return self._spawn(name, tier, worker, flags)
 
     def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
         """Starts a worker that ended again, at the same address. Raises StartFailed."""
         self._give_up = give_up
         self.forget(dead)
         tier, _, index = dead.name.rpartition("-")
-        process = self.start_worker(tier, int(index), "--port", dead.address.rpartition(":")[2])
+        process = self.start_worker(cast(Tier, tier), int(index), port=int(dead.address.rpartition(":")[2]))
         process.info = {"address": dead.address}  # for another try, if this one does not get ready
         self.wait_ready(process)
         write_ready_file(self.config.ready_file, self.describe())
@@ -335,7 +167,7 @@ class LocalCluster:
 
     def start_router(self, *flags: str) -> Process:
         """Starts the router for all workers that are ready."""
-        return self._start_router("router", self.config.port, self._http_port, *flags)
+        return self._start_router("router", self.config.port, self.config.router_http_port, *flags)
 
     def start_another_router(self, *flags: str) -> Process:
         """Starts one more router for the same workers, on free ports, and waits for it. Raises StartFailed."""
@@ -361,21 +193,23 @@ class LocalCluster:
             os.close(dead.lifeline)
 
     def _start_router(self, name: str, port: int, http_port: int, *flags: str) -> Process:
-        arguments = ["--served-model-name", self.model_name, "--port", str(port), "--http-port", str(http_port)]
-        arguments += ["--drain-seconds", f"{self.config.drain_seconds:g}"]
-        arguments += ["--worker-silence-seconds", f"{self.config.worker_silence_seconds:g}"]
-        for tier in TIERS:
-            addresses = [p.address for p in self.processes if p.name.startswith(f"{tier}-") and p.popen.poll() is None]
-            if addresses:
-                arguments += [f"--{tier}", *addresses]
-        process = self._spawn(name, "router", [*arguments, *flags])
+        workers: dict[Tier, tuple[str, ...]] = {
+            tier: tuple(
+                process.address
+                for process in self.processes
+                if process.name.startswith(f"{tier}-") and process.popen.poll() is None
+            )
+            for tier in TIERS
+        }
+        router = replace(
+            self.config.router(ProcessConfig(port=port), workers),
+            model=str(self._model),
+            served_model_name=self.config.model_name,
+            http_port=http_port,
+        )
+        process = self._spawn(name, "router", router, flags)
         process.flags = flags
         return process
-
-    @property
-    def model_name(self) -> str:
-        """Name that clients use."""
-        return self.config.model if self.config.model == DEFAULT_MODEL else Path(self.config.model).name
 
     def wait_ready(self, process: Process, seconds: float = START_SECONDS) -> None:
         """Waits until a process says that it is ready. Raises StartFailed."""
@@ -430,7 +264,7 @@ class LocalCluster:
         return {
             "address": self.address,
             "http": self.find("router").info["http"],
-            "model": self.model_name,
+            "model": self.config.model_name,
             "pid": os.getpid(),
             "router": entry(self.find("router")),
         } | {tier: [entry(p) for p in self.processes if p.name.startswith(f"{tier}-")] for tier in TIERS}
@@ -472,21 +306,16 @@ class LocalCluster:
                 process.popen.kill()
                 process.popen.wait()
 
-    def _spawn(self, name: str, command: str, arguments: list[str]) -> Process:
+    def _spawn(self, name: str, command: str, config: WorkerConfig | RouterConfig, flags: tuple[str, ...]) -> Process:
         ready_file = self._folder / f"{name}-{next(self._starts)}.json"
         read_end, write_end = os.pipe()
         program = self._commands.get(name, [sys.executable, "-m", "kvferry"])
-        full = [*program, command, "--model", str(self._model), *arguments]
-        full += [
-            "--ready-file",
-            str(ready_file),
-            "--log-level",
-            self.config.process_log_level,
-            "--lifeline-fd",
-            str(read_end),
-        ]
+        settings = replace(
+            config.process, ready_file=ready_file, log_level=self.config.process_log_level, lifeline_fd=read_end
+        )
+        arguments = flags_of(replace(config, process=settings), defaults_of(config))
         popen = subprocess.Popen(
-            full,
+            [*program, command, *arguments, *flags],
             pass_fds=(read_end,),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -527,11 +356,11 @@ def _make_folder(flag: str, folder: Path) -> None:
         raise StartFailed(f"{flag}: the folder {folder} can't be made: {error.strerror}") from error
 
 
-def share_of_cores(position: int, num_workers: int) -> tuple[str, int]:
-    """Cores (empty: any) and compute threads of one of `num_workers` workers."""
+def share_of_cores(position: int, num_workers: int) -> tuple[str | None, int]:
+    """Cores (None: any) and compute threads of one of `num_workers` workers."""
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // num_workers
     if each == 0:
-        return "", 1
+        return None, 1
     mine = cores[position * each : (position + 1) * each]
     return ",".join(map(str, mine)), each

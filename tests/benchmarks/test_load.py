@@ -22,7 +22,7 @@ from benchmarks.workload import (
     scaled,
     synthetic,
 )
-from kvferry.local import ClusterConfig
+from kvferry.cluster_config import ClusterConfig
 
 
 @pytest.mark.parametrize(("kind", "burstiness", "cv"), [("poisson", 1, 1.0), ("gamma", 0.25, 2.0), ("fixed", 1, 0.0)])

@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from kvferry.client import make_request
-from kvferry.local import ClusterConfig, LocalCluster, StartFailed
+from kvferry.cluster_config import ClusterConfig
+from kvferry.local import LocalCluster, StartFailed
 from router.config import RouterConfig
 from rpc.config import ProcessConfig
 from rpc.server import RpcServer
