@@ -9,8 +9,8 @@ from benchmarks.arrivals import arrival_times
 from benchmarks.workload import Lengths, LoadRequest, scaled, synthetic, with_arrivals
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
-from kvferry.cluster_config import ClusterConfig
-from kvferry.local import share_of_cores
+from local_cluster.config import ClusterConfig
+from local_cluster.process import share_of_cores
 
 MakeRequests = Callable[[int, int], list[LoadRequest]]
 """(count, seed) to requests without arrival times."""

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from engine.model_store import ModelUnavailable
 from kvferry.client import Client, KvferryError, Result
-from kvferry.cluster_config import ClusterConfig
-from kvferry.local import LocalCluster, StartFailed
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
+from local_cluster.process import StartFailed
 
 QUESTION = "\n\nWhat is the name of the island?"
 STAGES = (

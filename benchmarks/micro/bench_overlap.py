@@ -111,11 +111,7 @@ def seconds_per_step(
         address="",
     )
     config = ColocatedConfig(
-        EngineConfig(model=""),
-        token_budget=2048 + batch,
-        max_num_sequences=batch,
-        prefix_cache=False,
-        overlap=overlap,
+        EngineConfig(""), token_budget=2048 + batch, max_num_sequences=batch, prefix_cache=False, overlap=overlap
     )
     worker = ColocatedLoop(parts, runner, config)
     for number in range(batch):

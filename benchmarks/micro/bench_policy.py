@@ -18,10 +18,10 @@ from rich.table import Table
 
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
-from kvferry.client import AsyncClient
-from kvferry.cluster_config import ClusterConfig
-from kvferry.local import LocalCluster
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
 from prefill_service.scheduler import Policy
+from router_client.clients import AsyncClient
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.micro.scripted_worker import age_seconds, tokenizer_hash
 from engine.model_store import DEFAULT_MODEL, resolve_model
-from kvferry.client import AsyncClient
+from router_client.clients import AsyncClient
 
 STREAMS = (1, 64, 512)
 

@@ -47,8 +47,8 @@ def test_answers_are_those_of_one_process(arm, answers):
 def ask(folder, arm, options, prompts, device):
     """Starts the cluster of an arm and asks it one prompt after the other; its logs are shown if something fails."""
     from kvferry.client import Client
-    from kvferry.cluster_config import ClusterConfig
-    from kvferry.local import LocalCluster
+    from local_cluster.cluster import LocalCluster
+    from local_cluster.config import ClusterConfig
 
     logs = folder / arm.replace(" ", "-")
     config = ClusterConfig(

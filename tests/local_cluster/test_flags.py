@@ -13,8 +13,8 @@ import tyro
 from colocated_service.config import ColocatedConfig
 from decode_service.config import DecodeConfig
 from engine.config import EngineConfig
-from kvferry.cluster_config import ClusterConfig, defaults_of
-from kvferry.flags import flags_of
+from local_cluster.config import ClusterConfig, defaults_of
+from local_cluster.flags import flags_of
 from prefill_service.config import PrefillConfig
 from router.config import RouterConfig
 from rpc.config import ProcessConfig

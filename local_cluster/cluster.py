@@ -8,71 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO, cast
+from typing import Self, TextIO, cast
 
 from engine.model_store import resolve_model
-from kvferry.client import Client, KvferryError
-from kvferry.cluster_config import TIERS, ClusterConfig, Tier, defaults_of
-from kvferry.flags import flags_of
+from local_cluster.config import TIERS, ClusterConfig, Tier
+from local_cluster.process import POLL_SECONDS, Process, StartFailed, end_all, share_of_cores, start_process
 from protos import inference_pb2
 from router.config import RouterConfig
+from router_client.clients import Client
+from router_client.errors import KvferryError
 from rpc.config import ProcessConfig
 from rpc.process import write_ready_file
 from rpc.server import PortInUse, try_port
 from worker_runtime.config import WorkerConfig
 
-START_SECONDS = 1800.0
-"""Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at
-once."""
 ROUTER_STOP_SECONDS = 5.0
 STOP_SECONDS = 20.0
 """Most time for workers without a router: nobody wants anything of them any more."""
-POLL_SECONDS = 0.02
-ERROR_PREFIX = "kvferry: error: "
-"""How a process begins the line that says why it can't run."""
-
-
-class StartFailed(Exception):
-    """A process ended or stayed silent instead of becoming ready."""
-
-
-@dataclass
-class Process:
-    """A child process and what it said when it was ready."""
-
-    name: str
-    popen: subprocess.Popen[str]
-    ready_file: Path
-    lifeline: int
-    """Our end of the pipe; closing it ends the child."""
-    info: dict[str, Any] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    """Of a router, beyond those of the cluster."""
-    recent: list[str] = field(default_factory=list)
-    """Last lines of its log."""
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self.popen.pid
-
-    @property
-    def address(self) -> str:
-        """gRPC address; empty before it is ready."""
-        return str(self.info.get("address", ""))
 
 
 class LocalCluster:
@@ -152,7 +113,7 @@ class LocalCluster:
         share = config.memory_fraction / config.num_workers
         engine = replace(config.engine(), model=str(self._model), memory_fraction=share, threads=threads)
         worker = config.worker(tier, engine, ProcessConfig(port=port, cpus=cpus), worker_id=name)
-        return self._spawn(name, tier, worker, flags)
+        return self._start(name, tier, worker, flags)
 
     def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
         """Starts a worker that ended again, at the same address. Raises StartFailed."""
@@ -189,8 +150,7 @@ class LocalCluster:
     def forget(self, dead: Process) -> None:
         """Stops watching a process that ended."""
         self.processes.remove(dead)
-        with contextlib.suppress(OSError):
-            os.close(dead.lifeline)
+        dead.let_go()
 
     def _start_router(self, name: str, port: int, http_port: int, *flags: str) -> Process:
         workers: dict[Tier, tuple[str, ...]] = {
@@ -207,29 +167,25 @@ class LocalCluster:
             served_model_name=self.config.model_name,
             http_port=http_port,
         )
-        process = self._spawn(name, "router", router, flags)
+        process = self._start(name, "router", router, flags)
         process.flags = flags
         return process
 
-    def wait_ready(self, process: Process, seconds: float = START_SECONDS) -> None:
+    def _start(self, name: str, command: str, config: WorkerConfig | RouterConfig, flags: tuple[str, ...]) -> Process:
+        settings = replace(
+            config.process,
+            ready_file=self._folder / f"{name}-{next(self._starts)}.json",
+            log_level=self.config.process_log_level,
+        )
+        program = self._commands.get(name, [sys.executable, "-m", "kvferry"])
+        process = start_process(name, [*program, command], replace(config, process=settings), flags)
+        self.processes.append(process)
+        process.forward_log(self._log, self.config.log_dir)
+        return process
+
+    def wait_ready(self, process: Process) -> None:
         """Waits until a process says that it is ready. Raises StartFailed."""
-        end = time.monotonic() + seconds
-        while not process.ready_file.exists():
-            if process.popen.poll() is not None:
-                time.sleep(0.2)  # the log thread may still have the reason to read
-                said = [line for line in process.recent if line]
-                reason = next(
-                    (line for line in said if line.startswith(ERROR_PREFIX)), (said or ["it said nothing"])[-1]
-                )
-                raise StartFailed(
-                    f"{process.name} ended with code {process.popen.returncode}: {reason.removeprefix(ERROR_PREFIX)}"
-                )
-            if self._give_up():
-                raise StartFailed("told to stop")
-            if time.monotonic() > end:
-                raise StartFailed(f"{process.name} was not ready after {seconds:.0f} s: {process.recent[-1:]}")
-            time.sleep(POLL_SECONDS)
-        process.info = json.loads(process.ready_file.read_text())
+        process.wait_ready(self._give_up)
 
     def _wait_for_pairs(self, seconds: float = 30.0) -> None:
         """A router is ready with its first pair; a cluster is with all of them. Raises StartFailed."""
@@ -277,11 +233,10 @@ class LocalCluster:
         """Ends all processes: SIGTERM, routers first, since what they have needs the workers; SIGKILL for those that do
         not listen."""
         routers = [process for process in self.processes if process.name.startswith("router")]
-        self._end(routers, self.config.drain_seconds + ROUTER_STOP_SECONDS)
-        self._end([process for process in self.processes if process not in routers], STOP_SECONDS)
+        end_all(routers, self.config.drain_seconds + ROUTER_STOP_SECONDS)
+        end_all([process for process in self.processes if process not in routers], STOP_SECONDS)
         for process in self.processes:
-            with contextlib.suppress(OSError):
-                os.close(process.lifeline)
+            process.let_go()
         self.processes.clear()
         if self.config.ready_file is not None:
             self.config.ready_file.unlink(missing_ok=True)  # or the next start would look ready at once
@@ -293,60 +248,6 @@ class LocalCluster:
             with contextlib.suppress(ProcessLookupError):
                 process.popen.kill()
 
-    @staticmethod
-    def _end(processes: list[Process], seconds: float) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.popen.send_signal(signal.SIGTERM)
-        end = time.monotonic() + seconds
-        for process in processes:
-            try:
-                process.popen.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.popen.kill()
-                process.popen.wait()
-
-    def _spawn(self, name: str, command: str, config: WorkerConfig | RouterConfig, flags: tuple[str, ...]) -> Process:
-        ready_file = self._folder / f"{name}-{next(self._starts)}.json"
-        read_end, write_end = os.pipe()
-        program = self._commands.get(name, [sys.executable, "-m", "kvferry"])
-        settings = replace(
-            config.process, ready_file=ready_file, log_level=self.config.process_log_level, lifeline_fd=read_end
-        )
-        arguments = flags_of(replace(config, process=settings), defaults_of(config))
-        popen = subprocess.Popen(
-            [*program, command, *arguments, *flags],
-            pass_fds=(read_end,),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Ctrl-C goes to this process only, which then ends the others in order.
-            start_new_session=True,
-        )
-        os.close(read_end)
-        process = Process(name, popen, ready_file, write_end)
-        self.processes.append(process)
-        threading.Thread(target=self._forward_log, args=(process,), name=f"log-{name}", daemon=True).start()
-        return process
-
-    def _forward_log(self, process: Process) -> None:
-        assert process.popen.stdout is not None
-        with contextlib.ExitStack() as stack:
-            target, prefix = self._log, f"[{process.name}] "
-            if self.config.log_dir is not None:
-                try:
-                    target = stack.enter_context((self.config.log_dir / f"{process.name}.log").open("a"))
-                    prefix = ""
-                except OSError as error:  # whatever happens, its output must be read, or it stands still
-                    print(f"kvferry: {process.name}: its log goes here: {error}", file=self._log)
-            for line in process.popen.stdout:
-                process.recent = [*process.recent[-50:], line.strip()]
-                with contextlib.suppress(ValueError, OSError):
-                    target.write(f"{prefix}{line}")
-                    target.flush()
-
 
 def _make_folder(flag: str, folder: Path) -> None:
     """Raises StartFailed if it can't be."""
@@ -354,13 +255,3 @@ def _make_folder(flag: str, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartFailed(f"{flag}: the folder {folder} can't be made: {error.strerror}") from error
-
-
-def share_of_cores(position: int, num_workers: int) -> tuple[str | None, int]:
-    """Cores (None: any) and compute threads of one of `num_workers` workers."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // num_workers
-    if each == 0:
-        return None, 1
-    mine = cores[position * each : (position + 1) * each]
-    return ",".join(map(str, mine)), each
