@@ -91,7 +91,7 @@ bench-routing: setup
 # With .venv if there is one, else with whatever $(PYTHON) has (pytest too); without a GPU it says so and ends well.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 gpu-check:
-	PYTEST_TIMEOUT=3600 $(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu -s
+	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu -s
 	$(GPU_PYTHON) -m benchmarks.micro.bench_gpu
 
 # Needs docker, kind and kubectl. Leaves the cluster there: `kind delete cluster --name kvferry`.

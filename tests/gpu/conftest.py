@@ -7,6 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+BUILD_SECONDS = 3600
+"""FlashInfer builds its kernels where they run, and the first tests wait for that."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Gives them the time that building takes, where the plugin that ends tests is installed."""
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in items:
+            if item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.timeout(BUILD_SECONDS))
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
