@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -30,6 +30,11 @@ test: setup
 
 soak: setup
 	$(BIN)/python -m pytest tests/soak -s
+
+# Without processes, clusters and faults: a minute or two.
+test-unit: setup
+	$(BIN)/python -m pytest --ignore=tests/integration --ignore=tests/faults --ignore=tests/k8s/test_cluster.py \
+		--ignore=tests/k8s/test_scaling.py
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
@@ -63,29 +68,31 @@ bench: setup
 	$(BIN)/kvferry bench compare --loads long-prompts long-answers --seconds 8 --trials 3 --repeats 1
 
 bench-engine: setup
-	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.micro.bench_engine
 
 bench-prefill: setup
-	$(BIN)/python -m benchmarks.prefill
+	$(BIN)/python -m benchmarks.micro.bench_prefill
 
 bench-policy: setup
-	$(BIN)/python -m benchmarks.policy
+	$(BIN)/python -m benchmarks.micro.bench_policy
 
 bench-overlap: setup
-	$(BIN)/python -m benchmarks.overlap
+	$(BIN)/python -m benchmarks.micro.bench_overlap
 
 bench-decode: setup
-	$(BIN)/python -m benchmarks.decode
+	$(BIN)/python -m benchmarks.micro.bench_decode
 
 bench-router: setup
-	$(BIN)/python -m benchmarks.router
+	$(BIN)/python -m benchmarks.micro.bench_router
 
 bench-routing: setup
-	$(BIN)/python -m benchmarks.routing
+	$(BIN)/python -m benchmarks.micro.bench_routing
 
-# With .venv if there is one, else with whatever $(PYTHON) has; without a GPU it says so and ends well.
+# With .venv if there is one, else with whatever $(PYTHON) has (pytest too); without a GPU it says so and ends well.
+GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 gpu-check:
-	$(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu_check
+	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu -s
+	$(GPU_PYTHON) -m benchmarks.micro.bench_gpu
 
 # Needs docker, kind and kubectl. Leaves the cluster there: `kind delete cluster --name kvferry`.
 kind-demo:
@@ -97,10 +104,10 @@ kind-demo:
 	@echo "now: kubectl --context kind-kvferry -n kvferry port-forward service/kvferry 8000:8000"
 
 bench-generator: setup
-	$(BIN)/python -m benchmarks.generator
+	$(BIN)/python -m benchmarks.micro.bench_generator
 
 bench-chat: setup
-	$(BIN)/python -m benchmarks.chat
+	$(BIN)/python -m benchmarks.micro.bench_chat
 
 clean:
 	rm -rf $(VENV) .venv-checkov build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

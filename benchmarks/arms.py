@@ -9,7 +9,8 @@ from benchmarks.arrivals import arrival_times
 from benchmarks.workload import Lengths, LoadRequest, scaled, synthetic, with_arrivals
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
-from kvferry.local import ClusterConfig, share_of_cores
+from local_cluster.config import ClusterConfig
+from local_cluster.process import share_of_cores
 
 MakeRequests = Callable[[int, int], list[LoadRequest]]
 """(count, seed) to requests without arrival times."""
@@ -36,7 +37,7 @@ class Arm:
     @property
     def pages(self) -> int:
         """KV pages of all workers together."""
-        assert self.cluster.num_pages is not None
+        assert isinstance(self.cluster.num_pages, int)
         return self.cluster.num_pages * self.cluster.num_workers
 
 

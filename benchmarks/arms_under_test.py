@@ -21,8 +21,9 @@ from benchmarks.driver import GeneratorLoad, open_loop, watched
 from benchmarks.records import RequestRecord
 from benchmarks.targets import GrpcTarget, OpenAiTarget, Target
 from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, cut, fitted
-from kvferry.client import Client, KvferryError
-from kvferry.local import LocalCluster
+from local_cluster.cluster import LocalCluster
+from router_client.clients import Client
+from router_client.errors import KvferryError
 
 Say = Callable[[str], object]
 Kind = Literal["colocated", "two-tier", "server"]

@@ -12,7 +12,8 @@ import aiohttp
 
 from benchmarks.records import RequestRecord
 from benchmarks.workload import HIGHEST_TOKEN, LoadRequest, as_text, fitted
-from kvferry.client import AsyncClient, KvferryError
+from router_client.clients import AsyncClient
+from router_client.errors import KvferryError
 
 
 class Target(Protocol):

@@ -5,32 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from colocated_service.scheduler import StepPolicy
-from rpc.prompt_order import PromptOrder
-from worker_runtime.config import Overlap, WorkerConfig
+from prefill_service.config import PromptOptions
+from worker_runtime.config import OverlapOptions, WorkerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What goes into a colocated worker's steps."""
+
+    step_policy: StepPolicy = "mixed"
+    """Of colocated workers. mixed: each step gives every decoding sequence a token and the rest of the budget to chunks
+    of prompts. prefill_first: prompts are computed before any sequence decodes."""
 
 
 @dataclass(frozen=True)
-class ColocatedConfig(WorkerConfig):
+class ColocatedConfig(StepOptions, PromptOptions, OverlapOptions, WorkerConfig):
     """A colocated worker: computes prompts and generates tokens in one process. The baseline of two tiers."""
-
-    token_budget: int = 512
-    """Tokens per step: in mixed steps those of running answers and the rest for prompts."""
-    step_policy: StepPolicy = "mixed"
-    """mixed: each step gives every running answer a token and the rest of the budget to chunks of prompts;
-    prefill_first: prompts are computed before any answer goes on."""
-    prompt_order: PromptOrder = "fcfs"
-    """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
-    overlap: Overlap = "auto"
-    """Plan and launch a step while the one before it is computed. auto: on a GPU."""
-    prefix_cache: bool = True
-    """Keep pages of computed prompts and answers, and use them for prompts that begin alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.token_budget < 1:
-            raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")
+        self.check_prompts()
         if self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
             raise ValueError(
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
-                "with mixed steps the budget must be larger, or running answers leave nothing for prompts"
+                "with mixed steps the budget must be larger, or decoding sequences leave nothing for prompts"
             )

@@ -6,20 +6,24 @@ from dataclasses import dataclass
 
 from decode_service.scheduler import DecodeAdmission
 from rpc.placeholders import MaybeSeconds
-from worker_runtime.config import Overlap, WorkerConfig
+from worker_runtime.config import OverlapOptions, WorkerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionOptions:
+    """When decode workers take another sequence."""
+
+    decode_admission: DecodeAdmission = "learned"
+    """Room that decode workers keep for outputs to grow. learned: from how long outputs get; a sequence that finds no
+    page is preempted and resumed later. full: the longest output of each request, so that none is ever preempted."""
 
 
 @dataclass(frozen=True)
-class DecodeConfig(WorkerConfig):
+class DecodeConfig(AdmissionOptions, OverlapOptions, WorkerConfig):
     """A decode worker: receives the pages of prompts and generates tokens, all sequences together."""
 
-    decode_admission: DecodeAdmission = "learned"
-    """Room kept for answers to grow: learned from how long answers get (one that finds no page is handed back and
-    resumed later), or full: the longest answer of each request, so that none is ever handed back."""
     quarantine_timeout: MaybeSeconds = None
-    """Seconds after which pages are taken back from a writer that neither confirms nor is known to be gone. If it wakes
-    up later, it writes into pages of others: only for operators who accept that. Unset: never."""
-    overlap: Overlap = "auto"
-    """Plan and launch a step while the one before it is computed. auto: on a GPU."""
+    """Seconds after which pages are taken back from a writer that neither confirms nor is known to be gone. If the
+    writer wakes up later, it writes into pages of others: only for operators who accept that. Unset: never."""
     prefix_cache: bool = True
-    """Keep pages of ended sequences, so that requests that begin alike need not be sent them."""
+    """Keep pages of ended sequences. Requests that begin with the same tokens need not be sent them."""

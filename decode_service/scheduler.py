@@ -4,8 +4,8 @@ reserved ── every page arrived ──> running ── EOS, a stop or a limit
                                       └────── pages ran out ───────────> preempted: it goes back to the router
 
 A sequence is admitted if it fits together with the growth of all others. With ``admission="learned"`` growth is a
-forecast from outputs that have ended. What counts is the peak: at the end of each sequence, the sequences that end later
-have grown until then, and those that ended before have given their pages back (as in Gong et al., "Past-Future
+forecast from outputs that have ended. What counts is the peak: at the end of each sequence, the sequences that end
+later have grown until then, and those that ended before have given their pages back (as in Gong et al., "Past-Future
 Scheduler", ASPLOS 2025). Where the forecast was too low, the youngest sequence outside the step is preempted.
 With ``admission="full"`` every admitted sequence is promised its longest output, and none is ever preempted.
 

@@ -12,7 +12,9 @@ from rich.table import Table
 
 from engine.model_store import ModelUnavailable
 from kvferry.client import Client, KvferryError, Result
-from kvferry.local import ClusterConfig, LocalCluster, StartFailed
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
+from local_cluster.process import StartFailed
 
 QUESTION = "\n\nWhat is the name of the island?"
 STAGES = (

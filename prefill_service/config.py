@@ -8,19 +8,28 @@ from rpc.prompt_order import PromptOrder
 from worker_runtime.config import WorkerConfig
 
 
-@dataclass(frozen=True)
-class PrefillConfig(WorkerConfig):
-    """A prefill worker: computes prompts chunk by chunk and sends their pages to decode workers."""
+@dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """How workers compute prompts: prefill and colocated ones."""
 
     token_budget: int = 512
-    """Prompt tokens computed per step, over all prompts. Longer prompts run as chunks."""
-
+    """Tokens per step, over all prompts. Longer prompts run as chunks. In a mixed step of a colocated worker the tokens
+    of decoding sequences count too."""
     prompt_order: PromptOrder = "fcfs"
-    """Order of prompts: by arrival, or bounded_slowdown: short ones overtake long ones, and none waits for ever."""
+    """Order of prompts. fcfs: by arrival. bounded_slowdown: short prompts overtake long ones, none waits for ever."""
     prefix_cache: bool = True
-    """Keep pages of computed prompts, and use them for prompts that begin alike."""
+    """Keep pages of computed tokens, and use them for prompts that begin with the same tokens."""
+
+    def check_prompts(self) -> None:
+        """Raises ValueError for what no worker can do."""
+        if self.token_budget < 1:
+            raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")
+
+
+@dataclass(frozen=True)
+class PrefillConfig(PromptOptions, WorkerConfig):
+    """A prefill worker: computes prompts chunk by chunk and sends their pages to decode workers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.token_budget < 1:
-            raise ValueError(f"--token-budget is {self.token_budget}; at least 1 token per step is needed")
+        self.check_prompts()

@@ -142,8 +142,8 @@ class PrefillLoop:
         """Sends the last pages of prompts that end with this step layer by layer, except the last layers, which go
         with the first token. None if there are no such pages, or too few to be worth it.
 
-        Pages of earlier chunks travel while later chunks are computed. Pages of the last chunk can only travel while the
-        later layers of the same chunk are computed.
+        Pages of earlier chunks travel while later chunks are computed. Pages of the last chunk can only travel while
+        the later layers of the same chunk are computed.
         """
         num_groups, page_bytes = self._parts.num_layer_groups, self._parts.page_bytes
         if num_groups == 1:

@@ -24,8 +24,17 @@ def split_addresses(addresses: Iterable[str]) -> list[str]:
     return [address.strip() for several in addresses for address in several.split(",") if address.strip()]
 
 
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """When a worker counts as lost."""
+
+    worker_silence_seconds: float = 10.0
+    """A worker that was not heard of for this long counts as lost (it says something every second): its requests go on
+    elsewhere, and it is connected anew."""
+
+
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(WatchOptions):
     """A router: takes prompts over gRPC and serves them with prefill and decode workers."""
 
     model: str
@@ -44,10 +53,6 @@ class RouterConfig:
     """Name of this router in the workers' logs."""
     worker_loss_seconds: float = 30.0
     """A request that had workers and lost the last usable pair waits this long for another before it fails."""
-
-    worker_silence_seconds: float = 10.0
-    """A worker that was not heard of for this long counts as lost (it says something every second): its requests go on
-    elsewhere, and it is connected anew."""
     drain_seconds: float = 120.0
     """On SIGTERM nothing new is taken, and what runs may run for this long; a second SIGTERM ends it at once."""
 

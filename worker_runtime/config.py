@@ -15,8 +15,24 @@ DrainMode = Literal["finish", "handover"]
 Overlap = Literal["auto", "on", "off"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    """How much a worker does at once."""
+
+    max_num_sequences: int = 64
+    """Most sequences at once on a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapOptions:
+    """How workers that generate tokens take their steps."""
+
+    overlap: Overlap = "auto"
+    """Decode and colocated workers plan and launch a step while the one before it is computed. auto: on a GPU."""
+
+
 @dataclass(frozen=True)
-class WorkerConfig:
+class WorkerConfig(BatchOptions):
     """What any worker needs."""
 
     engine: EngineConfig
@@ -25,8 +41,6 @@ class WorkerConfig:
     """Name of this worker, stable over restarts. Empty: host name and port."""
     advertise_address: str = ""
     """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0 or ::."""
-    max_num_sequences: int = 64
-    """Most sequences at once."""
     drain: DrainMode = "finish"
     """On SIGTERM: finish runs to its end what was begun; handover gives it back to the routers, which resume it on
     other workers. Transfers end well in both."""

@@ -9,7 +9,7 @@ launched with the tokens of step n as they are on the device. Only then does the
 the requests that end with them, and tell the routers. Without async scheduling, which is for devices that compute while
 they are called, each step is delivered before the next one is scheduled.
 
-    receive ── schedule n+1 ── launch n+1 ── wait for tokens of n, deliver them ── sample n+1 (penalties need n's tokens)
+    receive ── schedule n+1 ── launch n+1 ── wait for tokens of n, deliver them ── sample n+1 (penalties need them)
 
 The host must wait for step n + 1 before the turn ends in two cases: filters (see `sample`) and log-probabilities of
 prompts. If pages are short, step n is delivered before step n + 1 is scheduled, since its tokens may free pages.
@@ -134,7 +134,7 @@ class EngineLoop:
         overlap: Overlap = "off",
         token_budget: int = 0,
     ) -> None:
-        """overlap: whether to use async scheduling. token_budget: prompt tokens per step; 0 for a tier without prompts."""
+        """overlap: whether to use async scheduling. token_budget: prompt tokens per step; 0: no prompts."""
         self._parts, self._runner, self._cache = parts, runner, cache
         self._scheduler, self._requests, self._tier = scheduler, requests, tier
         self._reporter = LoadReporter(parts.sessions, cache)

@@ -37,8 +37,8 @@ class SessionClosed:
 class RevokeTicket:
     """A decode worker takes its pages back from this worker.
 
-    `on_revoked` is to be called once nothing is open and nothing can be sent any more. It is called with True if a write
-    failed, so that some of its bytes may still be in the network.
+    `on_revoked` is to be called once nothing is open and nothing can be sent any more. It is called with True if a
+    write failed, so that some of its bytes may still be in the network.
     """
 
     request: kv_pb2.RevokeTicketRequest

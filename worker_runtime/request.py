@@ -99,7 +99,7 @@ class WorkerRequest:
     def take_prompt_logits(self, prompt: PromptLogits) -> None:
         """Log-probabilities of the prompt tokens that follow those computed in a step.
 
-        The logits behind each token tell the probability of the next one. Those behind the last token are of the output.
+        The logits behind each token tell the probability of the next. Those behind the last token are of the output.
         """
         sequence, start = prompt.sequence, prompt.start
         following = sequence.token_ids[start + 1 : min(start + len(prompt.logits) + 1, sequence.num_prompt_tokens)]

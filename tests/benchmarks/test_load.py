@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.arms import Arm, NotMatched, check_matched, make_arms, standard_loads
 from benchmarks.arrivals import arrival_times, scaled_to_rate
-from benchmarks.commands import WARMUP_SEED, _timed, all_loads, make_requests
 from benchmarks.config import RunCommand
 from benchmarks.goodput import GoodputSearch, Trial, crossing, falling
+from benchmarks.loads import all_loads, make_requests, timed
+from benchmarks.run import WARMUP_SEED
 from benchmarks.workload import (
     SALT_TOKENS,
     Lengths,
@@ -22,7 +23,7 @@ from benchmarks.workload import (
     scaled,
     synthetic,
 )
-from kvferry.local import ClusterConfig
+from local_cluster.config import ClusterConfig
 
 
 @pytest.mark.parametrize(("kind", "burstiness", "cv"), [("poisson", 1, 1.0), ("gamma", 0.25, 2.0), ("fixed", 1, 0.0)])
@@ -120,7 +121,7 @@ def test_an_infinite_rate_is_all_at_once():
 
 def test_a_workload_without_times_can_not_keep_them():
     with pytest.raises(ValueError, match="--arrivals trace: the workload lognormal has no times"):
-        _timed(RunCommand(arrivals="trace"), make_requests(RunCommand(), 3, 0))
+        timed(RunCommand(arrivals="trace"), make_requests(RunCommand(), 3, 0))
     with pytest.raises(ValueError, match="give --trace"):
         make_requests(RunCommand(workload="sharegpt"), 3, 0)
 

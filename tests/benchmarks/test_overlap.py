@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.overlap import PAGE_SIZE, VOCAB_SIZE, StandIn, seconds_per_step
+from benchmarks.micro.bench_overlap import PAGE_SIZE, VOCAB_SIZE, StandIn, seconds_per_step
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache
 from engine.loader import load_model

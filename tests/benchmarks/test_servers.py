@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.commands import run_command
 from benchmarks.config import BenchCommand, CompareCommand, RunCommand
-from benchmarks.generator import known_server, measure
+from benchmarks.micro.bench_generator import known_server, measure
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
 

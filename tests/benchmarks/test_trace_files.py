@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.arrivals import scaled_to_rate
-from benchmarks.commands import SLICES
+from benchmarks.loads import SLICES
 from benchmarks.trace_files import read_csv, read_mooncake, read_sharegpt
 
 

@@ -220,7 +220,6 @@ def test_what_flashinfer_lacks_is_named(dtype, head_dim, reason):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tp_size": 2}, "--tp-size is 2, but a model that is split over several GPUs can't be run yet"),
         ({"memory_fraction": 0}, "--memory-fraction is 0"),
         ({"memory_fraction": 1.5}, "--memory-fraction is 1.5"),
         ({"cuda_graph_sizes": (4, 0)}, "--cuda-graph-sizes"),

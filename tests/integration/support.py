@@ -12,7 +12,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.client import Client
-from kvferry.local import ClusterConfig, LocalCluster
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
 
 
 def wait_for(condition, seconds=60.0, what="what the test waits for"):

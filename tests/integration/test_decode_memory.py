@@ -85,7 +85,7 @@ async def test_64_long_answers_on_a_small_pool_are_handed_back_and_come_out_the_
 
 async def test_with_full_admission_none_is_handed_back(tiny_model, tmp_path):
     with running_cluster(
-        tmp_path, model=str(tiny_model("llama")), num_pages=60, admission="full", token_budget=256
+        tmp_path, model=str(tiny_model("llama")), num_pages=60, decode_admission="full", token_budget=256
     ) as cluster:
         async with AsyncClient(cluster.address) as client:
             options = {"max_tokens": 150, "temperature": 0.0, "return_token_ids": True}

@@ -9,7 +9,7 @@ import grpc
 import psutil
 import pytest
 
-from benchmarks.router import running_router
+from benchmarks.micro.bench_router import running_router
 from kvferry.client import AsyncClient, KvferryError, make_request
 from protos import inference_pb2_grpc
 

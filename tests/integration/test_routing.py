@@ -11,7 +11,7 @@ import grpc
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.routing import compare
+from benchmarks.micro.bench_routing import compare
 from kvferry.client import AsyncClient
 from tests.integration.support import first_tokens, running_cluster, wait_for
 from tests.tiny_models import make_tiny_model

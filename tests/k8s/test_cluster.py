@@ -266,7 +266,7 @@ def test_a_tier_scales_up_and_down_under_load(demo, tier):
 @pytest.mark.parametrize(
     ("tier", "flags"),
     [
-        ("decode", {"ADMISSION": "full"}),
+        ("decode", {"DECODE_ADMISSION": "full"}),
         ("prefill", {"TOKEN_BUDGET": "64"}),
         ("router", {"MAX_QUEUE_REQUESTS": "500"}),
     ],

@@ -11,7 +11,9 @@ import threading
 import pytest
 
 from kvferry.client import make_request
-from kvferry.local import ClusterConfig, LocalCluster, StartFailed
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
+from local_cluster.process import StartFailed
 from router.config import RouterConfig
 from rpc.config import ProcessConfig
 from rpc.server import RpcServer

@@ -40,8 +40,8 @@ class Rig:
         clock = FakeClock(tick=1e-6)
         self.transfers = TransferThread(self.transport, self.inbox.put, now=clock.now)
         parts = make_parts(
-            "prefill", "p", NUM_PAGES, self.transfers, inbox=self.inbox, clock=clock, test_pages=FakeTestPages((32, 33)),
-            num_layer_groups=layer_groups,
+            "prefill", "p", NUM_PAGES, self.transfers, inbox=self.inbox, clock=clock,
+            test_pages=FakeTestPages((32, 33)), num_layer_groups=layer_groups,
         )  # fmt: skip
         self.sessions, self.pool, self.metrics, self.clock = parts.sessions, parts.pool, parts.metrics, parts.clock
         config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)

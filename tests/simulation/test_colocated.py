@@ -52,7 +52,7 @@ class Schedule:
         num_pages = rng.randint(6, 12)
         self.rig = Rig(
             num_pages=num_pages, token_budget=rng.choice([5, 6, 8]), overlap=overlap, prefix_cache=rng.random() < 0.7,
-            policy=rng.choice(["mixed", "prefill_first"]), prompt_order=rng.choice(["fcfs", "bounded_slowdown"]),
+            step_policy=rng.choice(["mixed", "prefill_first"]), prompt_order=rng.choice(["fcfs", "bounded_slowdown"]),
         )  # fmt: skip
         self.rig.worker._runner = SimRunner(Process(num_pages, overlap == "on"))
         self.rig.worker._vocab_size = 100
@@ -130,7 +130,9 @@ def test_no_schedule_loses_a_token_a_page_or_a_request(overlap, monkeypatch):
 def test_a_worker_does_not_sleep_when_planning_ended_everything(monkeypatch):
     """Prompts are planned first and find no page; then answers need one too, and all end with the step under way."""
     schedule = Schedule(0, "on")
-    rig = schedule.rig = Rig(num_pages=4, token_budget=20, overlap="on", policy="prefill_first", prefix_cache=False)
+    rig = schedule.rig = Rig(
+        num_pages=4, token_budget=20, overlap="on", step_policy="prefill_first", prefix_cache=False
+    )
     runner = SimRunner(Process(4, True))
     rig.worker._runner, rig.worker._vocab_size = runner, 100
     monkeypatch.setattr(answering_loop, "sample", sim_sample)

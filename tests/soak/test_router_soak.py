@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.router import running_router
+from benchmarks.micro.bench_router import running_router
 from kvferry.client import AsyncClient
 from tests.integration.test_router_load import memory_per_cancel
 

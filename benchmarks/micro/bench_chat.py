@@ -17,8 +17,10 @@ from rich.progress import track
 from rich.table import Table
 
 from engine.model_store import DEFAULT_MODEL
-from kvferry.client import Client, Result
-from kvferry.local import ClusterConfig, LocalCluster
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
+from router_client.clients import Client
+from router_client.results import Result
 
 MESSAGE = "Tell me more about the ships that passed the point in the year after the great storm. " * 8
 

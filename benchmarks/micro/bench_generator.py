@@ -48,7 +48,7 @@ def known_server(ttft_ms: float = TTFT_MS, itl_ms: float = ITL_MS) -> Iterator[s
     """Runs one in a process of its own. Gives its URL."""
     with tempfile.TemporaryDirectory(prefix="kvferry-known-") as folder:
         ready = Path(folder) / "ready.json"
-        command = [sys.executable, "-m", "benchmarks.known_server", "--ready-file", str(ready)]
+        command = [sys.executable, "-m", "benchmarks.micro.known_server", "--ready-file", str(ready)]
         process = subprocess.Popen([*command, "--ttft-ms", str(ttft_ms), "--itl-ms", str(itl_ms)])
         try:
             end = time.monotonic() + 30

@@ -18,8 +18,9 @@ from rich.table import Table
 
 from engine.config import DTypeName
 from engine.model_store import DEFAULT_MODEL
-from kvferry.client import AsyncClient
-from kvferry.local import ClusterConfig, LocalCluster
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
+from router_client.clients import AsyncClient
 from rpc.prompt_order import PromptOrder
 
 
@@ -67,20 +68,20 @@ def main(
     table = Table(
         title=f"one prompt of {long_tokens} tokens, then {num_short} of {short_tokens}; budget {token_budget}"
     )
-    for column in ("policy", "short: TTFT p50 s", "p95 s", "max s", "long: TTFT s"):
+    for column in ("order", "short: TTFT p50 s", "p95 s", "max s", "long: TTFT s"):
         table.add_column(column, justify="right")
     outcomes: dict[str, Outcome] = {}
-    for policy in get_args(PromptOrder):
-        console.print(f"running {policy} ...")
+    for order in get_args(PromptOrder):
+        console.print(f"running {order} ...")
         config = ClusterConfig(
-            model=model, dtype=dtype, token_budget=token_budget, policy=policy, port=0, log_level="error"
+            model=model, dtype=dtype, token_budget=token_budget, prompt_order=order, port=0, log_level="error"
         )
         with LocalCluster(config) as cluster:
             outcome = asyncio.run(_load(cluster.address, long_tokens, num_short, short_tokens))
-        outcomes[policy] = outcome
+        outcomes[order] = outcome
         p95 = statistics.quantiles(outcome.short, n=20)[-1]
         figures = (statistics.median(outcome.short), p95, max(outcome.short), outcome.long)
-        table.add_row(policy, *(f"{seconds:.2f}" for seconds in figures))
+        table.add_row(order, *(f"{seconds:.2f}" for seconds in figures))
     console.print(table)
     fcfs, bounded = outcomes["fcfs"], outcomes["bounded_slowdown"]
     short_ratio = statistics.median(bounded.short) / statistics.median(fcfs.short)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.machine import Bounds, MachineRates, make_sequences, matrix_rate, read_rate, typical
+from benchmarks.micro.machine import Bounds, MachineRates, make_sequences, matrix_rate, read_rate, typical
 from engine.config import DTypeName, EngineConfig
 from engine.kv_cache import KvCache
 from engine.loader import load_model, resolve_dtype, set_threads

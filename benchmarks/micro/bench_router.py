@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.scripted_worker import age_seconds, tokenizer_hash
+from benchmarks.micro.scripted_worker import age_seconds, tokenizer_hash
 from engine.model_store import DEFAULT_MODEL, resolve_model
-from kvferry.client import AsyncClient
+from router_client.clients import AsyncClient
 
 STREAMS = (1, 64, 512)
 
@@ -58,7 +58,7 @@ def running_router(
         processes = [
             _start(
                 [
-                    "benchmarks.scripted_worker",
+                    "benchmarks.micro.scripted_worker",
                     "--tokenizer-hash",
                     tokenizer_hash(model),
                     "--step-ms",
@@ -84,7 +84,7 @@ def running_bare_server() -> Iterator[dict[str, Any]]:
     """The public service without a router: gRPC's own cost. Yields what its ready file says."""
     with tempfile.TemporaryDirectory() as folder:
         ready_file = Path(folder) / "bare.json"
-        process = _start(["benchmarks.bare_server"], ready_file)
+        process = _start(["benchmarks.micro.bare_server"], ready_file)
         try:
             yield _ready(ready_file, process)
         finally:

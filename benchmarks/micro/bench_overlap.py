@@ -29,11 +29,13 @@ from engine.attention.flashinfer import lay_out
 from engine.config import EngineConfig
 from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
 from engine.page_pool import PagePool
-from engine.sampler import SampledBatch
-from engine.sequence import ScheduledSequence, num_pages_for
+from engine.sampler import SampledBatch, sample
+from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 from engine.step_inputs import step_inputs
-from protos import worker_pb2
+from protos import kv_pb2, worker_pb2
+from rpc.clock import SystemClock
 from worker_runtime.config import Overlap
+from worker_runtime.health import Health
 from worker_runtime.inbox import Drain, Inbox, SessionCommand
 from worker_runtime.metrics import WorkerMetrics
 from worker_runtime.parts import WorkerParts
@@ -69,6 +71,10 @@ class StandIn:
         sampled = [entry for entry in batch if entry.is_sampled]
         return StepLogits(sampled, self._logits[: len(sampled)] if sampled else None, is_written=lambda: True)
 
+    def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledBatch:
+        """See `StepRunner.sample`."""
+        return sample(logits, sequences)
+
     def settle(self) -> None:
         """See `StepRunner.settle`."""
         self._wait_until(self._ends_at)
@@ -86,14 +92,14 @@ def seconds_per_step(
     The runner's cache needs pages (of 16 tokens) for prompts and `num_steps` tokens each.
     """
     loop, inbox = asyncio.new_event_loop(), Inbox()
-    sessions = Sessions(loop, inbox)
+    clock = SystemClock(loop)
+    sessions = Sessions(clock, inbox)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     reading = asyncio.run_coroutine_threadsafe(_read(sessions.open(1)), loop)
     pool = PagePool(batch * num_pages_for(context + num_steps, PAGE_SIZE))
     surroundings: Any = None  # a colocated worker transfers nothing
     parts = WorkerParts(
-        runner=surroundings,
         pool=pool,
         page_size=PAGE_SIZE,
         transfers=surroundings,
@@ -103,29 +109,26 @@ def seconds_per_step(
         inbox=inbox,
         sessions=sessions,
         metrics=WorkerMetrics("colocated", pool),
-        loop=loop,
-        probe_pages=surroundings,
+        clock=clock,
+        health=Health(clock, on_change=lambda: None),
+        test_pages=surroundings,
         worker_id="w",
         incarnation_id="w",
         agent_name="w",
         address="",
     )
     config = ColocatedConfig(
-        EngineConfig(model=""),
-        token_budget=2048 + batch,
-        max_num_sequences=batch,
-        prefix_cache=False,
-        overlap=overlap,
+        EngineConfig(""), token_budget=2048 + batch, max_num_sequences=batch, prefix_cache=False, overlap=overlap
     )
     worker = ColocatedLoop(parts, runner, config)
     for number in range(batch):
-        command = worker_pb2.GenerateCommand(
-            request_id=f"request-{number}",
+        spec = worker_pb2.SequenceSpec(
             token_ids=[1 + number % (vocab_size - 1)] * context,
             num_prompt_tokens=context,
             sampling=worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0),
             stop=worker_pb2.StopConfig(max_tokens=num_steps),
         )
+        command = worker_pb2.GenerateCommand(ref=kv_pb2.RequestRef(request_id=f"request-{number}"), spec=spec)
         inbox.put(SessionCommand(1, worker_pb2.SessionRequest(generate=command)))
     ended: list[float] = []
     inbox.put(Drain(hand_over=False))
@@ -136,7 +139,7 @@ def seconds_per_step(
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    # The first turns compute prompts, the last ones have fewer answers to go on with.
+    # The first turns compute prompts, the last ones have fewer sequences left.
     steady = ended[-num_steps * 3 // 4 : -num_steps // 4]
     return statistics.median(later - earlier for earlier, later in itertools.pairwise(steady))
 

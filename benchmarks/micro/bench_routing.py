@@ -23,9 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.model_store import DEFAULT_MODEL
-from kvferry.client import AsyncClient, Client
-from kvferry.local import ClusterConfig, LocalCluster
+from local_cluster.cluster import LocalCluster
+from local_cluster.config import ClusterConfig
 from router.config import Routing
+from router_client.clients import AsyncClient, Client
 
 QUESTION_TOKENS = 40
 LOADS = ("one prefix", "own prefixes")

@@ -65,7 +65,7 @@ class Bench:
             scheduler.update(step)
         elapsed = time.perf_counter() - started
         for sequence in sequences:
-            scheduler.release(sequence)
+            scheduler.finish(sequence)
         return elapsed
 
 

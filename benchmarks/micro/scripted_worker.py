@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import tyro
 
+from kv_transfer.request_ref import RequestRef
 from protos import inference_pb2, kv_pb2, worker_pb2, worker_pb2_grpc
 from rpc.config import ProcessConfig
 from rpc.process import install_stop_signals, prepare_process, run_process, write_ready_file
@@ -74,7 +75,7 @@ class ScriptedServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         """One router's connection: a step for all of its requests, again and again."""
-        requests: dict[tuple[str, int], _Request] = {}
+        requests: dict[RequestRef, _Request] = {}
         came = asyncio.Event()
 
         async def read() -> None:
@@ -82,10 +83,10 @@ class ScriptedServicer(worker_pb2_grpc.WorkerServiceServicer):
                 match request.WhichOneof("command"):
                     case "generate":
                         command = request.generate
-                        requests[command.request_id, command.attempt] = _Request(command.stop.max_tokens)
+                        requests[RequestRef.from_proto(command.ref)] = _Request(command.spec.stop.max_tokens)
                         came.set()
                     case "abort":
-                        requests.pop((request.abort.request_id, request.abort.attempt), None)
+                        requests.pop(RequestRef.from_proto(request.abort.ref), None)
 
         reader = asyncio.create_task(read())
         try:
@@ -104,16 +105,15 @@ class ScriptedServicer(worker_pb2_grpc.WorkerServiceServicer):
             reader.cancel()
 
     @staticmethod
-    def _step(requests: dict[tuple[str, int], _Request], num_tokens: int) -> list[worker_pb2.TokenOutput]:
+    def _step(requests: dict[RequestRef, _Request], num_tokens: int) -> list[worker_pb2.TokenOutput]:
         outputs, token = [], clock_id()
-        for key, request in list(requests.items()):
+        for ref, request in list(requests.items()):
             first_index = request.num_tokens
             request.num_tokens = min(first_index + num_tokens, request.max_tokens)
             is_last = request.num_tokens >= request.max_tokens
             outputs.append(
                 worker_pb2.TokenOutput(
-                    request_id=key[0],
-                    attempt=key[1],
+                    ref=ref.to_proto(),
                     first_index=first_index,
                     token_ids=[token] * (request.num_tokens - first_index),
                     finish_reason=inference_pb2.FINISH_REASON_LENGTH
@@ -122,7 +122,7 @@ class ScriptedServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
             )
             if is_last:
-                del requests[key]
+                del requests[ref]
         return outputs
 
 
