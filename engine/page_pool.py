@@ -159,6 +159,10 @@ class PagePool:
         """A foreign writer may write to these pages from now on; they must be held."""
         self._add_owner("open to a writer", self._writers, page_ids)
 
+    def is_open_to_writer(self, page: int) -> bool:
+        """Whether a foreign writer may write to a page."""
+        return self._writers[page] > 0
+
     def close_to_writer(self, page_ids: Iterable[int]) -> None:
         """That writer will not touch them again."""
         self._drop_owner("close to a writer", self._writers, page_ids)

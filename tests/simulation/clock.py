@@ -1,4 +1,4 @@
-"""Simulated time: events in order of their time, and stand-ins for the clock and the event loop."""
+"""Simulated time: events in order of their time."""
 
 from __future__ import annotations
 
@@ -20,39 +20,35 @@ class Timer:
 
 
 class Clock:
-    """Now, and what comes. Also what modules see as `time` and as their event loop."""
+    """Now, and what comes; see `rpc.clock.Clock`."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.time = 1000.0
         self._events: list[tuple[float, int, Timer]] = []
         self._numbers = itertools.count()
 
     def after(self, seconds: float, action: Callable[[], None]) -> Timer:
         timer = Timer(action)
-        heapq.heappush(self._events, (self.now + max(0.0, seconds), next(self._numbers), timer))
+        heapq.heappush(self._events, (self.time + max(0.0, seconds), next(self._numbers), timer))
         return timer
 
     def run_until(self, end: float, is_done: Callable[[], bool] = lambda: False) -> None:
         """Lets things happen until a time, or until `is_done`, asked after each."""
         while self._events and self._events[0][0] <= end:
-            self.now, _, timer = heapq.heappop(self._events)
+            self.time, _, timer = heapq.heappop(self._events)
             if not timer.is_cancelled:
                 timer.action()
                 if is_done():
                     return
-        self.now = max(self.now, end)
+        self.time = max(self.time, end)
 
-    # as `time`
-    def monotonic(self) -> float:
-        return self.now
+    # as `rpc.clock.Clock`
 
-    # as an event loop
+    def now(self) -> float:
+        return self.time
+
     def call_later(self, seconds, function, *arguments):
         return self.after(seconds, lambda: function(*arguments))
 
     def call_soon_threadsafe(self, function, *arguments):
         return self.after(0.0, lambda: function(*arguments))
-
-    # as `asyncio`, for modules that only ask for the loop
-    def get_running_loop(self):
-        return self

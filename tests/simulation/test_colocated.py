@@ -14,8 +14,8 @@ import pytest
 
 from protos import worker_pb2
 from tests.colocated_service.test_loop import Rig
-from tests.simulation.world import PAGE_SIZE, SimRunner, next_token, sim_sample
-from worker_runtime import answering_loop
+from tests.scripted import PAGE_SIZE
+from tests.simulation.world import SimRunner, next_token
 from worker_runtime.inbox import Drain
 
 SCHEDULES = 1000
@@ -53,11 +53,10 @@ class Schedule:
         self.rig = Rig(
             num_pages=num_pages, token_budget=rng.choice([5, 6, 8]), overlap=overlap, prefix_cache=rng.random() < 0.7,
             step_policy=rng.choice(["mixed", "prefill_first"]), prompt_order=rng.choice(["fcfs", "bounded_slowdown"]),
+            runner=SimRunner(Process(num_pages, overlap == "on")), parts={"vocab_size": 100},
         )  # fmt: skip
-        self.rig.worker._runner = SimRunner(Process(num_pages, overlap == "on"))
-        self.rig.worker._vocab_size = 100
         for _ in range(20):
-            self.rig.worker._scheduler.answers.lengths.learn(rng.randint(1, 4), rng.randint(1, 15))
+            self.rig.loop.scheduler.decodes.lengths.learn(rng.randint(1, 4), rng.randint(1, 15))
         beginning = [rng.randint(5, 90) for _ in range(24)]
         self.requests = [self._draw(num_pages, beginning) for _ in range(rng.randint(2, 8))]
         self.arrivals = sorted(rng.randint(0, 14) for _ in self.requests)
@@ -84,23 +83,22 @@ class Schedule:
             if rng.random() < 0.08 and asked:
                 name = str(rng.randrange(asked))
                 self.aborted.add(name)
-                rig.command(abort=worker_pb2.AbortCommand(request_id=name, is_complete=rng.random() < 0.3))
+                rig.abort(name, is_complete=rng.random() < 0.3)
             if rng.random() < 0.01 and asked == len(self.requests) and not is_drained:
                 is_drained = True
                 rig.inbox.put(Drain(hand_over=rng.random() < 0.5))
-            if not rig.worker._receive(wait=False):
+            if not rig.loop.turn():
                 break
-            is_busy = rig.worker._turn()
-            if not is_busy and asked == len(self.requests) and rig.inbox._queue.empty():
+            if not rig.loop.is_busy and asked == len(self.requests) and rig.inbox._queue.empty():
                 break  # it would sleep now, until somebody wants something
 
     def check(self):
         rig = self.rig
-        assert not rig.worker._requests, "it sleeps, and a request waits"
-        assert not rig.worker._has_step_under_way()
-        assert rig.sessions.of("request_failed") == []
+        assert len(rig.loop.requests) == 0, "it sleeps, and a request waits"
+        assert "in flight" not in repr(rig.loop)
+        handed = {e.ref.request_id: list(e.output_token_ids) for e in rig.ended(worker_pb2.CAUSE_DRAINING)}
+        assert len(rig.ended()) == len(handed), "nothing failed"
         assert rig.pool.check([]) == []
-        handed = {e.request_id: list(e.output_token_ids) for e in rig.sessions.of("preempted")}
         for number, request in enumerate(self.requests):
             name, got, expected = str(number), rig.tokens(str(number)), answer(*request)
             if name in self.aborted or name in handed:
@@ -111,10 +109,8 @@ class Schedule:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_no_schedule_loses_a_token_a_page_or_a_request(overlap, monkeypatch):
+def test_no_schedule_loses_a_token_a_page_or_a_request(overlap):
     logging.disable(logging.CRITICAL)
-    monkeypatch.setattr(answering_loop, "sample", sim_sample)
-    monkeypatch.setattr("tests.colocated_service.test_loop.PAGE_SIZE", PAGE_SIZE)
     try:
         for seed in range(SCHEDULES):
             schedule = Schedule(seed, overlap)
@@ -127,17 +123,15 @@ def test_no_schedule_loses_a_token_a_page_or_a_request(overlap, monkeypatch):
         logging.disable(logging.NOTSET)
 
 
-def test_a_worker_does_not_sleep_when_planning_ended_everything(monkeypatch):
+def test_a_worker_does_not_sleep_when_planning_ended_everything():
     """Prompts are planned first and find no page; then answers need one too, and all end with the step under way."""
     schedule = Schedule(0, "on")
     rig = schedule.rig = Rig(
-        num_pages=4, token_budget=20, overlap="on", step_policy="prefill_first", prefix_cache=False
-    )
-    runner = SimRunner(Process(4, True))
-    rig.worker._runner, rig.worker._vocab_size = runner, 100
-    monkeypatch.setattr(answering_loop, "sample", sim_sample)
+        num_pages=4, token_budget=20, overlap="on", step_policy="prefill_first", prefix_cache=False,
+        runner=SimRunner(Process(4, True)), parts={"vocab_size": 100},
+    )  # fmt: skip
     for _ in range(20):
-        rig.worker._scheduler.answers.lengths.learn(4, 9)
+        rig.loop.scheduler.decodes.lengths.learn(4, 9)
     first, second, waiting = (5,) * 4, (6,) * 4, (7,) * 5
     stop = {answer(first, 9, ())[4], answer(second, 9, ())[4]}
     schedule.requests = [(first, 9, stop), (second, 9, stop), (waiting, 2, set())]

@@ -6,11 +6,14 @@ import logging
 
 import pytest
 
+from decode_service.incoming_tickets import IncomingTickets
 from decode_service.loop import DecodeLoop
+from decode_service.ticket_revoker import NoResponse, TicketRevoker
 from engine.page_pool import PagePool
 from kv_transfer.tickets import IncomingTicket
 from router.dispatch import Dispatcher
-from tests.simulation.world import BrokenPromise, Plan, World, run_schedule, simulated
+from tests.simulation.world import BrokenPromise, Plan, World, run_schedule
+from worker_runtime.inbox import WriterGone
 
 SCHEDULES = 1000
 MOST_TO_FIND = 3000
@@ -36,9 +39,8 @@ def run_schedules(seeds):
 
 def events_of(seed):
     world = World(seed, Plan())
-    with simulated(world):
-        world.run()
-    return [(asked.tokens, round(world.clock.now, 9)) for asked in world.asked], list(world.trace)
+    world.run()
+    return [(asked.tokens, round(world.clock.time, 9)) for asked in world.asked], list(world.trace)
 
 
 def test_a_seed_is_a_schedule():
@@ -47,31 +49,35 @@ def test_a_seed_is_a_schedule():
     assert events_of(7) != events_of(8)
 
 
-def free_at_once(self, request):
+def free_at_once(self, ref):
     """What others do: pages of an ended request are free, whatever its writer does."""
-    del self._requests[request.ticket.key]
-    del self._by_sequence[request.sequence.sequence_id]
-    self._scheduler.release(request.sequence)
-    if not request.ticket.is_terminal:
-        self._parts.pool.close_to_writer(request.ticket.page_ids)
+    entry = self._entries.pop(ref, None)
+    if entry is not None:
+        self._pool.close_to_writer(entry.ticket.page_ids)
+    return False
 
 
 def believe_the_first_message(self):
     return self.first_token is not None
 
 
-def close_silently(self, request, leg, abort, is_complete=False):
-    return _close_leg(self, request, leg, abort=False)
+def close_silently(request, leg, abort=False, is_complete=False):
+    _close(request, leg)
 
 
-_close_leg = Dispatcher._close_leg
+def take_silence_for_death(self, ref, writer, outcome):
+    return WriterGone(ref, "it is silent") if isinstance(outcome, NoResponse) else _verdict(self, ref, writer, outcome)
+
+
+_close, _verdict = Dispatcher._close, TicketRevoker._verdict
 
 PLANTED = {
-    "pages are freed without waiting for their writer": (DecodeLoop, "_release", free_at_once),
+    "pages are freed without waiting for their writer": (IncomingTickets, "revoke", free_at_once),
     "pages that a write of ours reads are not pinned": (PagePool, "pin", lambda self, pages: None),
     "a first token counts as all pages": (IncomingTicket, "is_complete", property(believe_the_first_message)),
-    "a lost notification is waited for": (DecodeLoop, "_on_ticket_overdue", lambda self, key: None),
-    "the other leg is not told": (Dispatcher, "_close_leg", close_silently),
+    "a lost notification is waited for": (DecodeLoop, "_on_ticket_overdue", lambda self, ref: None),
+    "the other leg is not told": (Dispatcher, "_close", staticmethod(close_silently)),
+    "a writer that is silent is taken for dead": (TicketRevoker, "_verdict", take_silence_for_death),
 }
 
 

@@ -1,5 +1,9 @@
-"""A whole cluster in one thread, in simulated time: the real router state machine, the real workers' loops with their
-schedulers, caches and page pools. Only the model, the network and time are simulated, and they fail on purpose.
+"""A whole cluster in one thread, in simulated time: the real router state machine with its links, pairing and queue,
+and the real workers' loops with their schedulers, caches, page pools, tickets and session queues.
+
+Only the model, the network, the transport and time are simulated, and they fail on purpose. Nothing is patched: clock,
+chance, runner, transfers and the way to writers are arguments. Not simulated: gRPC streams themselves (a session is an
+ordered channel that may break), the tokenizer, and what a router says to clients.
 
 Memory is simulated too: each page says which tokens its KV is of. Every write that lands is checked against who owns
 the page at that moment, and every token that is computed against the content of all pages before it. So a stale write,
@@ -10,33 +14,23 @@ One integer decides everything that happens.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import worker_runtime.answering_loop as answering_loop
-from decode_service.ticket_closer import Writer
-
-import decode_service.loop
-import prefill_service.loop
-import router.dispatch
-import router.policy
-import router.request
-import router.worker_pool
-import worker_runtime.engine_loop as engine_loop
-import worker_runtime.health as worker_health
-import worker_runtime.stamps as worker_stamps
 from decode_service.config import DecodeConfig
 from decode_service.loop import DecodeLoop
+from decode_service.ticket_revoker import NoResponse, TicketRevoker
 from engine.config import EngineConfig
 from engine.model_runner import StepLogits
 from engine.page_pool import PagePool
 from engine.sampler import SampledToken
 from kv_transfer.base import Notification
+from kv_transfer.request_ref import RequestRef
 from kv_transfer.transfer_thread import (
     FENCE_SECONDS,
     Fenced,
@@ -48,6 +42,7 @@ from kv_transfer.transfer_thread import (
 )
 from prefill_service.config import PrefillConfig
 from prefill_service.loop import PrefillLoop
+from prefill_service.page_sender import PageTransfer
 from protos import kv_pb2
 from protos import worker_pb2 as wpb
 from router.config import RouterConfig
@@ -55,20 +50,13 @@ from router.dispatch import Dispatcher
 from router.output_stream import Ended, Tokens
 from router.request import Request
 from router.validation import CheckedRequest
-from router.worker_pool import WorkerLink
+from router.worker_link import WorkerLink
 from rpc.errors import Cancelled
-from tests.scripted import FakeProbePages
-from tests.simulation.clock import Clock
-from worker_runtime.inbox import (
-    CloseTicket,
-    Drain,
-    Inbox,
-    SessionClosed,
-    SessionCommand,
-    SessionOpened,
-    WriterGone,
-)
+from tests.simulation.clock import Clock, Timer
+from worker_runtime.health import Health
+from worker_runtime.inbox import Drain, Inbox, RevokeTicket, SessionClosed, SessionCommand, SessionOpened
 from worker_runtime.parts import WorkerParts
+from worker_runtime.session import Sessions
 
 PAGE_SIZE = 4
 NUM_TEST_PAGES = 1
@@ -140,7 +128,7 @@ class SimStep:
             # A device that runs ahead may compute a sequence that has ended, whose pages are others' now.
             self.chosen[name] = POISON if wrong else next_token(token_ids)
 
-    # what `sample` gives
+    # as `SampledBatch`
 
     def wait(self) -> list[SampledToken]:
         """Computes everything up to here."""
@@ -162,6 +150,10 @@ class SimRunner:
     def settle(self):
         self._process.compute_until(None)
 
+    def sample(self, step, sequences):
+        step.rows = {sequence.sequence_id: row for row, sequence in enumerate(sequences)}
+        return step
+
     def run(self, batch, on_layer_group=None, previous=None):
         entries = []
         for entry in batch:
@@ -177,28 +169,21 @@ class SimRunner:
         return StepLogits(sampled, step if sampled else None)  # type: ignore[arg-type]
 
 
-def sim_sample(step, sequences):
-    step.rows = {sequence.sequence_id: row for row, sequence in enumerate(sequences)}
-    return step
-
-
-class SimSessions:
-    """A worker's events, on their way to the router."""
+class SimTestPages:
+    """Pages behind those of the pool. In the beginning they hold what no other process has."""
 
     def __init__(self, process: SimWorker) -> None:
         self._process = process
-        self._waiting: list[tuple[int, wpb.SessionResponse]] = []
+        self.page_ids = tuple(range(process.world.num_pages, process.world.num_pages + NUM_TEST_PAGES))
+        for page in self.page_ids:
+            process.memory[page] = (process.agent_name, page)
 
-    def all_ids(self):
-        return [] if self._process.session is None else [self._process.session]
+    def digest(self):
+        return hashlib.sha256(repr([self._process.memory[page] for page in self.page_ids]).encode()).digest()
 
-    def add(self, session_id, event):
-        self._waiting.append((session_id, event))
-
-    def flush(self):
-        waiting, self._waiting = self._waiting, []
-        for session_id, event in waiting:
-            self._process.send_event(session_id, event)
+    def clear(self):
+        for page in self.page_ids:
+            self._process.memory[page] = None
 
 
 class SimCommands:
@@ -259,7 +244,7 @@ class SimTransfers:
         self._process.when_awake(self._world.delay(0.2), action)
 
     def _post(self, write: PageWrite) -> None:
-        world, started = self._world, self._world.clock.now
+        world, started = self._world, self._world.clock.time
         target = world.find_agent(write.agent_name)
         fault = world.transfer_fault()
         if target is None or write.agent_name not in self._peers or fault == "post fails":
@@ -297,40 +282,66 @@ class SimTransfers:
         self._disconnect(write.agent_name)
 
     def _end(self, write, ok, started):
-        self._process.put(WriteEnded(write, ok, started, self._world.clock.now, "" if ok else "failed"))
+        self._process.put(WriteEnded(write, ok, started, self._world.clock.time, "" if ok else "failed"))
 
 
-class SimCloser:
-    """Asks writers to let go, over gRPC: it is answered, or the writer's process is known to be gone."""
+class SimWriters:
+    """The way from a decode worker to its writers. It may fail, and silence proves nothing."""
 
     def __init__(self, process: SimWorker) -> None:
         self._process, self._world = process, process.world
 
-    def meet(self, writer, on_met):
-        on_met("")
+    def ask(self, writer, request, seconds, on_outcome):
+        world, call = self._world, Timer(lambda: None)
 
-    def settled(self, request_id, attempt):
-        pass
+        def end(outcome: Any) -> None:
+            if not call.is_cancelled:
+                call.cancel()
+                self._process.when_awake(world.delay(), lambda: on_outcome(outcome))
 
-    def close(self, agent_name, request_id, attempt, writer: Writer):
-        asked = kv_pb2.CloseTicketRequest(
-            writer_incarnation_id=writer.incarnation_id, agent_name=agent_name, request_id=request_id, attempt=attempt
-        )
-        self._world.clock.after(self._world.delay(), lambda: self._ask(asked, writer))
+        def arrive() -> None:
+            target = world.workers.get(writer.address)
+            if target is None or target.is_dead:
+                end(NoResponse("UNAVAILABLE", True))
+            elif world.transfer_fault() is not None:
+                end(NoResponse("UNAVAILABLE", False))
+            else:
+                world.on_death(target, lambda: end(NoResponse("UNAVAILABLE", False)))
+                target.when_awake(0.0, lambda: self._respond(target, request, end))
 
-    def _ask(self, asked, writer):
-        target = self._world.find_agent(writer.agent_name)
-        if target is None:
-            self._process.put(WriterGone(asked.request_id, asked.attempt, "gone", needs_fence=True))
-            return
+        world.clock.after(world.delay(), arrive)
+        world.clock.after(seconds, lambda: end(NoResponse("DEADLINE_EXCEEDED", False)))
+        return call
 
-        def done(needs_fence: bool) -> None:
-            gone = WriterGone(asked.request_id, asked.attempt, "closed", needs_fence)
-            self._world.clock.after(self._world.delay(), lambda: self._process.put(gone))
+    @staticmethod
+    def _respond(target: SimWorker, request: kv_pb2.RevokeTicketRequest, end: Callable[[Any], None]) -> None:
+        """What `PageTicketServicer` does."""
 
-        target.put(CloseTicket(asked, done))
-        # If it dies before it answers, it is asked again and found dead.
-        self._world.on_death(target, lambda: self._ask(asked, writer))
+        def revoked(needs_fence: bool) -> None:
+            end(kv_pb2.RevokeTicketResponse(
+                worker_id=target.name, incarnation_id=target.incarnation, needs_fence=needs_fence
+            ))  # fmt: skip
+
+        if request.writer_incarnation_id != target.incarnation or not request.HasField("ref"):
+            revoked(False)
+        else:
+            target.put(RevokeTicket(request, revoked))
+
+
+class ProcessClock:
+    """Time as a process sees it: nothing happens in it while it is frozen, or after it is dead."""
+
+    def __init__(self, process: SimWorker) -> None:
+        self._process = process
+
+    def now(self):
+        return self._process.world.clock.time
+
+    def call_later(self, seconds, function, *arguments):
+        return self._process.when_awake(seconds, lambda: function(*arguments))
+
+    def call_soon_threadsafe(self, function, *arguments):
+        return self.call_later(0.0, function, *arguments)
 
 
 class SimInbox(Inbox):
@@ -362,17 +373,17 @@ class SimWorker:
         self.runs_ahead = tier == wpb.TIER_DECODE and world.decode_runs_ahead
         self.launched: deque[SimStep] = deque()
         num_pages = world.num_pages
-        self.pool = PagePool(num_pages)
         self.memory: list[Any] = [None] * (num_pages + NUM_TEST_PAGES)
+        clock = ProcessClock(self)
+        self.sessions = Sessions(clock, self.inbox)
+        self.health = Health(clock, self._tell_state)
+        self.pool = PagePool(num_pages)
         parts = WorkerParts(
-            runner=NOTHING, pool=self.pool, page_size=PAGE_SIZE, transfers=SimTransfers(self), transport_name="sim",
-            page_bytes=1, vocab_size=100, inbox=self.inbox, sessions=SimSessions(self), metrics=NOTHING,
-            loop=world.clock, probe_pages=FakeProbePages(tuple(range(num_pages, num_pages + NUM_TEST_PAGES))),
-            worker_id=self.name, incarnation_id=self.incarnation, agent_name=self.agent_name,
-            address=self.name,
+            pool=self.pool, page_size=PAGE_SIZE, transfers=SimTransfers(self), transport_name="sim", page_bytes=1,
+            vocab_size=100, inbox=self.inbox, sessions=self.sessions, metrics=NOTHING, clock=clock, health=self.health,
+            test_pages=SimTestPages(self), worker_id=self.name, incarnation_id=self.incarnation,
+            agent_name=self.agent_name, address=self.name,
         )  # fmt: skip
-        self.parts = parts
-        parts.health.on_change = self._tell_state
         engine = EngineConfig(model="m")
         if tier == wpb.TIER_PREFILL:
             config = PrefillConfig(
@@ -381,7 +392,8 @@ class SimWorker:
             self.loop: PrefillLoop | DecodeLoop = PrefillLoop(parts, SimRunner(self), config)
         else:
             decode = DecodeConfig(engine=engine, max_num_sequences=6, prefix_cache=world.prefix_cache)
-            self.loop = DecodeLoop(parts, SimRunner(self), SimCloser(self), decode)  # type: ignore[arg-type]
+            revoker = TicketRevoker(self.inbox, SimWriters(self), clock, world.rng)
+            self.loop = DecodeLoop(parts, SimRunner(self), revoker, decode)
         limits = wpb.WorkerLimits(
             num_pages=num_pages, page_size=PAGE_SIZE, max_model_len=1000, vocab_size=100, max_num_sequences=8,
             token_budget=world.token_budget,
@@ -390,23 +402,25 @@ class SimWorker:
             agent_name=self.agent_name, num_pages=num_pages, num_test_pages=NUM_TEST_PAGES
         )
         self.info = wpb.WorkerInfo(
-            worker_id=self.name, incarnation_id=self.incarnation, tier=tier, limits=limits, endpoint=endpoint
+            worker_id=self.name, incarnation_id=self.incarnation, tier=tier, limits=limits, endpoint=endpoint,
+            address=self.name,
         )
 
     # time
 
-    def when_awake(self, seconds: float, action: Callable[[], None]) -> None:
+    def when_awake(self, seconds: float, action: Callable[[], None]) -> Timer:
         """Does something in this process, unless it dies before; not while it is frozen."""
 
         def act() -> None:
-            if self.is_dead:
+            if self.is_dead or timer.is_cancelled:
                 return
-            if self.world.clock.now < self.frozen_until:
-                self.world.clock.after(self.frozen_until - self.world.clock.now, act)
+            if self.world.clock.time < self.frozen_until:
+                self.world.clock.after(self.frozen_until - self.world.clock.time, act)
             else:
                 action()
 
-        self.world.clock.after(seconds, act)
+        timer = self.world.clock.after(seconds, act)
+        return timer
 
     def put(self, message: Any) -> None:
         """A message for the engine thread, from inside or outside."""
@@ -419,10 +433,12 @@ class SimWorker:
 
     def _turn(self) -> None:
         self._is_turn_planned = False
-        if not self.loop._receive(wait=False):
+        if not self.loop.turn():
             self.world.note(f"{self.agent_name} has drained")
             self.world.kill(self, restart_after=self.world.rng.random())
-        elif self.loop._turn() or self.parts.health.is_draining:
+            return
+        self.when_awake(0.0, self._send_events)
+        if self.loop.is_busy or self.health.is_draining:
             self.plan_turn()
 
     def compute_until(self, step: SimStep | None) -> None:
@@ -432,17 +448,32 @@ class SimWorker:
 
     def drain(self, hand_over: bool) -> None:
         """SIGTERM."""
-        self.parts.health.drain()
+        self.health.drain()
         self.put(Drain(hand_over))
 
     # its session
 
-    def _tell_state(self) -> None:
-        if self.session is not None:
-            self.send_event(self.session, wpb.SessionResponse(state=self.parts.health.event()))
+    def open_session(self, session_id: int) -> None:
+        """What `SessionServicer` does."""
+        self.session, self._events = session_id, self.sessions.open(session_id)
+        self.put(SessionOpened(session_id))
+        self.world.to_router(self, session_id, wpb.SessionResponse(info=self.info))
+        self.world.to_router(self, session_id, wpb.SessionResponse(state=self.health.event()))
 
-    def send_event(self, session_id: int, event: wpb.SessionResponse) -> None:
-        self.world.to_router(self, session_id, event)
+    def close_session(self) -> None:
+        if self.session is not None:
+            self.sessions.close(self.session)
+            self.put(SessionClosed(self.session))
+            self.session = None
+
+    def _tell_state(self) -> None:
+        self.sessions.tell_all(wpb.SessionResponse(state=self.health.event()))
+        self._send_events()
+
+    def _send_events(self) -> None:
+        """What waits in the session's queue goes out."""
+        while self.session is not None and not self._events.empty():
+            self.world.to_router(self, self.session, self._events.get_nowait())
 
 
 @dataclass
@@ -499,28 +530,23 @@ class World:
         return self.rng.choice(("post fails", "fails, bytes land later", "notification lost", "notification twice"))
 
     def note(self, text: str) -> None:
-        self.trace.append(f"{self.clock.now - 1000:9.4f} {text}")
+        self.trace.append(f"{self.clock.time - 1000:9.4f} {text}")
 
     # the cluster
 
     def start(self) -> None:
         config = RouterConfig(model="m", worker_loss_seconds=60.0)
-        self.dispatcher = Dispatcher(config, "", NOTHING)
-        pool = self.dispatcher.pool
-        pool._connect_pair = self._connect_pair  # type: ignore[method-assign]
+        self.dispatcher = Dispatcher(config, "", NOTHING, self.clock, self.rng)
         self.links: dict[str, WorkerLink] = {}
         self.workers: dict[str, SimWorker] = {}
+        self.open_sessions: dict[str, int] = {}
+        """By worker: the session as the router sees it."""
         for tier, count in ((wpb.TIER_PREFILL, self.rng.choice((1, 2))), (wpb.TIER_DECODE, self.rng.choice((1, 2)))):
             for number in range(count):
                 worker = SimWorker(self, tier, number)
-                link = WorkerLink(f"{worker.name}:1", tier)
-                pool._of_tier(tier).append(link)
-                self.links[worker.name], self.workers[worker.name] = link, worker
+                self.links[worker.name] = self.dispatcher.pool.add(f"{worker.name}:1", tier)
+                self.workers[worker.name] = worker
                 self._open_session(worker)
-
-    def _connect_pair(self, prefill: WorkerLink, decode: WorkerLink) -> None:
-        connect = wpb.ConnectPeerCommand(endpoint=decode.info.endpoint, probe_id="x")
-        prefill.send(wpb.SessionRequest(connect_peer=connect))
 
     def find_agent(self, agent_name: str) -> SimWorker | None:
         """The living process with this agent."""
@@ -532,14 +558,9 @@ class World:
     def _open_session(self, worker: SimWorker) -> None:
         if worker.is_dead or worker.session is not None:
             return
-        session = next(self.numbers)
-        worker.session = session
-        link = self.links[worker.name]
-        self._to_router(worker, session, wpb.SessionResponse(info=worker.info))
-        self._to_router(worker, session, wpb.SessionResponse(state=worker.parts.health.event()))
-        worker.put(SessionOpened(session))
-        link.sim_session = session  # type: ignore[attr-defined]
-        link.commands = SimCommands(self, worker, session)  # type: ignore[assignment]
+        session = self.open_sessions[worker.name] = next(self.numbers)
+        self.links[worker.name].commands = SimCommands(self, worker, session)  # type: ignore[assignment]
+        worker.open_session(session)
 
     def carry_down(self, worker: SimWorker, session: int, command: wpb.SessionRequest) -> None:
         self._in_order(("down", session), lambda: self._command(worker, session, command))
@@ -549,63 +570,37 @@ class World:
             worker.put(SessionCommand(session, command))
 
     def to_router(self, worker: SimWorker, session: int, event: wpb.SessionResponse) -> None:
-        if worker.session == session:
-            self._to_router(worker, session, event)
-
-    def _to_router(self, worker: SimWorker, session: int, event: wpb.SessionResponse) -> None:
         copy = wpb.SessionResponse()
         copy.CopyFrom(event)
         self._in_order(("up", session), lambda: self._event(worker, session, copy))
 
     def _event(self, worker: SimWorker, session: int, event: wpb.SessionResponse) -> None:
-        link = self.links[worker.name]
-        if getattr(link, "sim_session", None) != session:
-            return
-        kind = event.WhichOneof("event")
-        if kind == "peer":
-            self._on_peer(link, event.peer)
-        elif kind != "probed":
-            self.dispatcher.pool.receive(link, event)
-        self._take_outputs()
-
-    def _on_peer(self, link: WorkerLink, event: wpb.PeerEvent) -> None:
-        if event.ready:
-            link.ready_peers.add(event.agent_name)
-            self.dispatcher.pool._on_change()
-            return
-        link.ready_peers.discard(event.agent_name)
-
-        def again() -> None:
-            for decode in self.dispatcher.pool.decode:
-                if decode.is_open and decode.agent_name == event.agent_name and link.is_open:
-                    self._connect_pair(link, decode)
-
-        self.clock.after(1.0, again)
+        if self.open_sessions.get(worker.name) == session:
+            self.dispatcher.pool.receive(self.links[worker.name], event)
+            self._take_outputs()
 
     def _in_order(self, channel: tuple[Any, ...], action: Callable[[], None]) -> None:
         """A message on a stream: late, but never before the one before it."""
-        arrives = max(self.clock.now + self.delay(), self._arrived.get(channel, 0.0) + 1e-9)
+        arrives = max(self.clock.time + self.delay(), self._arrived.get(channel, 0.0) + 1e-9)
         self._arrived[channel] = arrives
-        self.clock.after(arrives - self.clock.now, action)
+        self.clock.after(arrives - self.clock.time, action)
 
     def break_session(self, worker: SimWorker) -> None:
         """Both ends see it, each in its time; the router connects again."""
-        session = worker.session
-        if session is None:
+        if worker.session is None:
             return
         self.note(f"session of {worker.name} breaks")
-        worker.session = None
-        worker.put(SessionClosed(session))
-        link = self.links[worker.name]
-        link.sim_session = None  # type: ignore[attr-defined]
-        info = link.info
-        self.clock.after(self.delay(3.0), lambda: self._lose(link, info))
+        worker.close_session()
+        self.open_sessions.pop(worker.name, None)
+        info = self.links[worker.name].info
+        self.clock.after(self.delay(3.0), lambda: self._lose(worker.name, info))
         self.clock.after(0.5 + self.rng.random(), lambda: self._open_session(self.workers[worker.name]))
 
-    def _lose(self, link: WorkerLink, info: wpb.WorkerInfo | None) -> None:
+    def _lose(self, name: str, info: wpb.WorkerInfo | None) -> None:
+        link = self.links[name]
         if link.is_open and link.info is info:
-            link.reason = "broken"
-            self.dispatcher.pool._close_link(link)
+            link.lost("broken")
+            self.dispatcher.pool.close(link)
             self._take_outputs()
 
     # faults
@@ -615,17 +610,15 @@ class World:
             return
         self.note(f"{worker.agent_name} is killed")
         worker.is_dead = True
-        session, worker.session = worker.session, None
-        link = self.links[worker.name]
-        info = link.info
-        if session is not None:
-            link.sim_session = None  # type: ignore[attr-defined]
-            self.clock.after(self.delay(3.0), lambda: self._lose(link, info))
+        worker.session = None
+        info = self.links[worker.name].info
+        if self.open_sessions.pop(worker.name, None) is not None:
+            self.clock.after(self.delay(3.0), lambda: self._lose(worker.name, info))
         for action in self._deaths.pop(worker, []):
             self.clock.after(self.delay(), action)
 
         def restart() -> None:
-            self._lose(link, info)
+            self._lose(worker.name, info)
             fresh = SimWorker(self, worker.tier, worker.number)
             self.workers[worker.name] = fresh
             self.note(f"{fresh.agent_name} comes up")
@@ -638,7 +631,7 @@ class World:
 
     def freeze(self, worker: SimWorker, seconds: float) -> None:
         self.note(f"{worker.agent_name} is frozen for {seconds:.2f} s")
-        worker.frozen_until = self.clock.now + seconds
+        worker.frozen_until = self.clock.time + seconds
         if self.rng.random() < 0.7:
             # The router notices that it says nothing.
             self.clock.after(seconds * self.rng.random(), lambda: self.break_session(worker))
@@ -649,21 +642,18 @@ class World:
         """Bytes arrive in a decode worker's memory, whoever owns it now."""
         if target.is_dead:
             return
-        request = write.tag
-        key = getattr(getattr(request, "ticket", None), "key", None)
+        ref = write.tag.ticket.ref if isinstance(write.tag, PageTransfer) else None
         for local, remote in zip(write.local_pages, write.remote_pages, strict=True):
             if remote < self.num_pages:
-                self._check_owner(target, remote, key)
+                self._check_owner(target, remote, ref)
             target.memory[remote] = writer.memory[local]
 
-    def _check_owner(self, target: SimWorker, page: int, key: tuple[str, int] | None) -> None:
-        loop = target.loop
-        assert isinstance(loop, DecodeLoop)
-        request = loop._requests.get(key) if key else None
-        ticket = request.ticket if request is not None else loop._quarantined.get(key) if key else None
-        if ticket is None or page not in ticket.page_ids or not target.pool._writers[page]:
+    def _check_owner(self, target: SimWorker, page: int, ref: RequestRef | None) -> None:
+        assert isinstance(target.loop, DecodeLoop)
+        is_open = ref is not None and target.loop.tickets.is_writable(ref, page)
+        if not is_open or not target.pool.is_open_to_writer(page):
             raise BrokenPromise(
-                f"a write of {key} lands in page {page} of {target.agent_name}, which is not open to it"
+                f"a write of {ref} lands in page {page} of {target.agent_name}, which is not open to it"
             )
 
     def notify(self, writer: SimWorker, agent_name: str, payload: bytes, seconds: float) -> None:
@@ -686,7 +676,7 @@ class World:
         checked = CheckedRequest(
             f"r{len(self.asked)}", prompt, sampling, stop, (), False, frozenset(), False, "", 0
         )  # fmt: skip
-        asked = Asked(Request(checked, None))
+        asked = Asked(Request(checked, None, self.clock.now, rng))
         self.asked.append(asked)
         self.dispatcher.submit(asked.request)
         return asked
@@ -723,10 +713,11 @@ class World:
         self._fault_rate = 0.0
         self.clock.run_until(1060.0, self._all_ended)
         self.check_answers()
-        self.clock.run_until(self.clock.now + 10.0)
+        self.clock.run_until(self.clock.time + 10.0)
         self.check_pages()
 
     def _all_ended(self) -> bool:
+        self._take_outputs()
         return len(self.asked) == self.num_requests and all(asked.ended for asked in self.asked)
 
     def _cancel_one(self) -> None:
@@ -770,7 +761,7 @@ class World:
 
     def check_pages(self) -> None:
         for process in self.workers.values():
-            owners = process.loop._page_owners()
+            owners = process.loop.page_owners()
             faults = process.pool.check(owners.tables, owners.reads, owners.writes)
             counts = process.pool.counts()
             if counts.held or counts.pinned or counts.quarantined:
@@ -781,43 +772,11 @@ class World:
             raise BrokenPromise("the router still has requests")
 
 
-@contextmanager
-def simulated(world: World):
-    """The modules that look at the clock or the event loop see the simulated ones."""
-    clock = world.clock
-    patches = [
-        (module, name, value)
-        for module, names in (
-            (router.dispatch, ("time", "asyncio")),
-            (router.request, ("time",)),
-            (router.worker_pool, ("time",)),
-            (prefill_service.loop, ("time",)),
-            (decode_service.loop, ("time",)),
-            (answering_loop, ("time",)),
-            (engine_loop, ("time",)),
-            (worker_health, ("time",)),
-            (worker_stamps, ("time",)),
-        )
-        for name, value in ((name, clock) for name in names)
-    ]
-    patches += [(module, "sample", sim_sample) for module in (prefill_service.loop, answering_loop)]
-    patches += [(module, "random", world.rng) for module in (router.dispatch, router.policy, router.worker_pool)]
-    saved = [(module, name, getattr(module, name)) for module, name, _ in patches]
-    for module, name, value in patches:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value in saved:
-            setattr(module, name, value)
-
-
 def run_schedule(seed: int, plan: Plan | None = None) -> None:
     """One schedule. Raises BrokenPromise, with the seed and the last things that happened."""
     world = World(seed, plan or Plan())
-    with simulated(world):
-        try:
-            world.run()
-        except Exception as error:
-            trace = "\n".join(world.trace)
-            raise BrokenPromise(f"seed {seed}: {type(error).__name__}: {error}\n{trace}") from error
+    try:
+        world.run()
+    except Exception as error:
+        trace = "\n".join(world.trace)
+        raise BrokenPromise(f"seed {seed}: {type(error).__name__}: {error}\n{trace}") from error
