@@ -402,7 +402,11 @@ class SimWorker:
             agent_name=self.agent_name, num_pages=num_pages, num_test_pages=NUM_TEST_PAGES
         )
         self.info = wpb.WorkerInfo(
-            worker_id=self.name, incarnation_id=self.incarnation, tier=tier, limits=limits, endpoint=endpoint,
+            worker_id=self.name,
+            incarnation_id=self.incarnation,
+            tier=tier,
+            limits=limits,
+            endpoint=endpoint,
             address=self.name,
         )
 
