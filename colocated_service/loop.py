@@ -12,19 +12,17 @@ from __future__ import annotations
 
 from colocated_service.config import ColocatedConfig
 from colocated_service.scheduler import ColocatedScheduler
-from engine.device import IsWritten
-from engine.model_runner import OnLayerGroup, StepRunner
+from engine.model_runner import StepRunner
 from engine.prefix_cache import PrefixCache
 from protos import worker_pb2
-from worker_runtime.engine_loop import EngineLoop, PageOwners
-from worker_runtime.inbox import InboxMessage
+from worker_runtime.engine_loop import EngineLoop
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
-from worker_runtime.request_table import FINISHED, Refusal, RequestTable
-from worker_runtime.step import Step
+from worker_runtime.request_table import Refusal, RequestTable
+from worker_runtime.tier import Tier
 
 
-class ColocatedLoop:
+class ColocatedLoop(Tier):
     """A colocated worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
@@ -53,9 +51,6 @@ class ColocatedLoop:
         """See `EngineLoop.is_busy`."""
         return self._loop.is_busy
 
-    def handle(self, message: InboxMessage) -> None:
-        """See `Tier.handle`."""
-
     def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
         """See `Tier.handle_command`."""
         if request.WhichOneof("command") != "generate":
@@ -71,27 +66,7 @@ class ColocatedLoop:
         self.scheduler.add(request.sequence, request.stop.max_tokens, request.priority, request.deadline)
         return None
 
-    def before_run(self, step: Step) -> OnLayerGroup | None:
-        """See `Tier.before_run`."""
-        return None
-
-    def after_launch(self, step: Step, is_written: IsWritten | None) -> None:
-        """See `Tier.after_launch`."""
-
-    def after_token(self, request: WorkerRequest, token_id: int, output: worker_pb2.TokenOutput) -> None:
-        """See `Tier.after_token`."""
-        if output.finish_reason:
-            self.requests.end(request, FINISHED)
-
     def preempt(self, request: WorkerRequest) -> None:
         """See `Tier.preempt`. The request stays here: its scheduler has queued it as a prompt again."""
         self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
         request.was_preempted = True
-
-    def has_open_transfers(self) -> bool:
-        """See `Tier.has_open_transfers`."""
-        return False
-
-    def page_owners(self) -> PageOwners:
-        """See `Tier.page_owners`."""
-        return PageOwners(tables=[request.sequence.page_table for request in self.requests])

@@ -21,20 +21,19 @@ from decode_service.config import DecodeConfig
 from decode_service.incoming_tickets import IncomingTickets
 from decode_service.scheduler import DecodeScheduler
 from decode_service.ticket_revoker import TicketRevoker, Writer
-from engine.device import IsWritten
-from engine.model_runner import OnLayerGroup, StepRunner
+from engine.model_runner import StepRunner
 from engine.prefix_cache import PrefixCache
 from kv_transfer.base import Notification
 from kv_transfer.request_ref import RequestRef
 from kv_transfer.tickets import IncomingTicket
 from kv_transfer.transfer_thread import Fenced
 from protos import kv_pb2, worker_pb2
-from worker_runtime.engine_loop import EngineLoop, PageOwners
+from worker_runtime.engine_loop import EngineLoop
 from worker_runtime.inbox import InboxMessage, QuarantineTimeout, TicketOverdue, WriterChecked, WriterGone
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import FINISHED, Refusal, RequestTable, ended_by
-from worker_runtime.step import Step
+from worker_runtime.tier import PageOwners, Tier
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ OVERDUE_SECONDS = 2.0
 SHORTAGES = {"pages": worker_pb2.CAUSE_NO_PAGES, "sequences": worker_pb2.CAUSE_NO_SEQUENCES}
 
 
-class DecodeLoop:
+class DecodeLoop(Tier):
     """A decode worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, revoker: TicketRevoker, config: DecodeConfig) -> None:
@@ -198,20 +197,6 @@ class DecodeLoop:
         tested = worker_pb2.PairTestedEvent(writer_agent_name=agent_name, test_id=test_id, equal=equal, reason=reason)
         for session_id in self._parts.sessions.all_ids():
             self._parts.sessions.add(session_id, worker_pb2.SessionResponse(pair_tested=tested))
-
-    # steps
-
-    def before_run(self, step: Step) -> OnLayerGroup | None:
-        """See `Tier.before_run`."""
-        return None
-
-    def after_launch(self, step: Step, is_written: IsWritten | None) -> None:
-        """See `Tier.after_launch`."""
-
-    def after_token(self, request: WorkerRequest, token_id: int, output: worker_pb2.TokenOutput) -> None:
-        """See `Tier.after_token`."""
-        if output.finish_reason:
-            self.requests.end(request, FINISHED)
 
     def preempt(self, request: WorkerRequest) -> None:
         """See `Tier.preempt`. The router resumes the request, ahead of new requests."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.device import ToHost, to_device
+from engine.logprobs import AskedLogprobs, TokenLogprobs
 from engine.sequence import SamplingParams, Sequence
 from engine.token_history import TokenHistory
 
@@ -34,16 +35,6 @@ _ELEMENTS_AT_ONCE = 1 << 20
 """Logits drawn from together on a CPU: several times faster for 64 rows than all 12 MB of them at once."""
 _TRIES = 2
 """Draws from the whole vocabulary before a filtered row's candidates are sorted."""
-LOWEST_LOGPROB = -10_000.0
-"""Given for tokens that the model makes impossible, so that every value is finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the token that is there, then the likeliest ones, best first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +55,7 @@ class SampledBatch:
         sequences: Seq[Sequence],
         token_ids: torch.Tensor,
         is_usable: torch.Tensor,
-        logprobs: _AskedLogprobs,
+        logprobs: AskedLogprobs,
     ) -> None:
         """token_ids: [len(sequences)] int64, 0 where is_usable, of the same shape, says that there is none."""
         self.token_ids = token_ids
@@ -105,52 +96,13 @@ def sample(logits: torch.Tensor, sequences: Seq[Sequence]) -> SampledBatch:
             places = to_device(torch.tensor(rows), logits.device)
             tokens[places] = _Draw(adjusted[places], [sequences[row] for row in rows]).tokens()
     tokens = torch.where(usable, tokens, 0)
-    return SampledBatch(sequences, tokens, usable, _AskedLogprobs(logits, sequences, tokens))
+    return SampledBatch(sequences, tokens, usable, AskedLogprobs(logits, sequences, tokens))
 
 
 def _slices(rows: list[int], logits: torch.Tensor) -> list[list[int]]:
     """Rows in portions that stay in a processor's caches; a GPU takes them all."""
     most = len(rows) if logits.device.type != "cpu" else max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
     return [rows[start : start + most] for start in range(0, len(rows), max(most, 1))]
-
-
-def logprobs_at(logits: torch.Tensor, token_ids: Seq[int], num_top: int) -> list[TokenLogprobs]:
-    """Log-probabilities of one token per row of `logits` [len(token_ids), vocab_size], and of the `num_top` likeliest.
-
-    Of equally likely ones any may be left out. Values are at least LOWEST_LOGPROB.
-    """
-    ids, values = _logprobs_at(logits, to_device(torch.tensor(token_ids), logits.device), num_top)
-    return [TokenLogprobs(*pair) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
-
-
-def _logprobs_at(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and log-probabilities, both [n, 1 + num_top], of which the first are those of `token_ids` [n]."""
-    there = token_ids.unsqueeze(1)
-    top = torch.topk(logits, min(num_top, logits.shape[-1]), dim=-1)
-    highest = logits.amax(dim=-1, keepdim=True)
-    total = torch.exp(logits - highest).sum(dim=-1, keepdim=True, dtype=torch.float64)
-    raw = torch.cat([logits.gather(1, there), top.values], dim=1).double()
-    values = (raw - highest - torch.log(total)).clamp(min=LOWEST_LOGPROB, max=0.0)
-    return torch.cat([there, top.indices], dim=1), values
-
-
-class _AskedLogprobs:
-    """Log-probabilities of the rows that want them, on their way to the host."""
-
-    def __init__(self, logits: torch.Tensor, sequences: Seq[Sequence], token_ids: torch.Tensor) -> None:
-        params = (s.sampling for s in sequences)
-        self._asked = {row: p.num_logprobs for row, p in enumerate(params) if p.num_logprobs is not None}
-        if self._asked:
-            rows = to_device(torch.tensor(list(self._asked)), logits.device)
-            found = _logprobs_at(logits[rows], token_ids[rows], max(self._asked.values()))
-            self._ids, self._values = map(ToHost, found)
-
-    def wait(self) -> dict[int, TokenLogprobs]:
-        """By row."""
-        if not self._asked:
-            return {}
-        found = zip(self._asked.items(), self._ids.wait().tolist(), self._values.wait().tolist(), strict=True)
-        return {row: TokenLogprobs(ids[: 1 + number], values[: 1 + number]) for (row, number), ids, values in found}
 
 
 # What changes logits before chance: penalties, bias, min_tokens.

@@ -25,18 +25,19 @@ from prefill_service.page_sender import OnRevoked, PageSender, PageTransfer
 from prefill_service.peers import PairTest, Peers
 from prefill_service.scheduler import PrefillScheduler
 from protos import kv_pb2, worker_pb2
-from worker_runtime.engine_loop import EngineLoop, PageOwners
+from worker_runtime.engine_loop import EngineLoop
 from worker_runtime.inbox import InboxMessage, RevokeTicket, SessionClosed
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import ABORTED, FINISHED, Refusal, RequestTable, ended_by
 from worker_runtime.step import Step
+from worker_runtime.tier import PageOwners, Tier
 
 MIN_GROUPED_BYTES = 2 << 20
 """Last pages with fewer bytes are sent whole: each write has a cost of its own."""
 
 
-class PrefillLoop:
+class PrefillLoop(Tier):
     """A prefill worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:
@@ -194,10 +195,6 @@ class PrefillLoop:
             return False
         self._sender.send(transfer, request.sequence.page_table, num_pages, self._is_written, first_token)
         return True
-
-    def preempt(self, request: WorkerRequest) -> None:
-        """See `Tier.preempt`. Prompts that give their pages back wait here; none is preempted."""
-        raise AssertionError(f"{request!r} was preempted by a prefill scheduler")
 
     def _transfer_of(self, sequence: Sequence) -> tuple[WorkerRequest, PageTransfer]:
         request = self.requests.scheduled(sequence)

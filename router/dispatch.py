@@ -19,9 +19,9 @@ from router.policy import (
     choose_pair,
     decode_room,
     model_hashes,
-    seconds_to_first_token,
     uncached_tokens,
 )
+from router.queue_room import QueueRoom
 from router.request import Request, RequestState
 from router.request_queue import RequestQueue
 from router.retries import CONSEQUENCES, NOT_NOW, UNKNOWN, RetryLimit
@@ -48,6 +48,7 @@ class Dispatcher:
         self.pool = WorkerPool(tokenizer_hash, clock, rng, self._on_event, self._on_lost, self._pump)
         self._config, self._metrics = config, metrics
         self._queue = RequestQueue()
+        self.room = QueueRoom(config, self._queue)
         self._running: dict[RequestRef, Request] = {}
         self._recheck: Timer | None = None
         self._num_bound = 0
@@ -57,7 +58,6 @@ class Dispatcher:
         """Set when the number of ready pairs changes; whoever waits for that clears it."""
         self._resting: dict[Request, Timer] = {}
         """Requests that wait a moment before another attempt."""
-        self._num_announced = self._announced_tokens = 0
 
     def __repr__(self) -> str:
         return f"<Dispatcher {self._queue!r}, {len(self._resting)} rest, {len(self._running)} run>"
@@ -78,44 +78,14 @@ class Dispatcher:
         return self._queue.in_order()
 
     def check_room(self, num_requests: int, num_tokens: int, deadline_seconds: float | None = None) -> None:
-        """Raises Unavailable if no pair is ready and none was a while ago, ResourceExhausted if the queue has no room
-        or there is no time.
+        """Raises Unavailable if no pair is ready and none was a while ago, ResourceExhausted as `QueueRoom.check`.
 
         num_tokens: of each request's prompt. deadline_seconds: time left to the client's deadline.
         """
         pairs = self._ready_pairs()
         if not pairs and not self.may_get_pairs():
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
-        waiting = len(self._queue) + self._num_announced
-        if waiting + num_requests > self._config.max_queue_requests:
-            raise ResourceExhausted(
-                f"the queue is full: {waiting} requests wait, {self._config.max_queue_requests} may"
-            )
-
-        most = self._config.max_queue_tokens
-        # One prompt may wait however long it is: it can't be made shorter by trying again.
-        waiting_tokens = self._queue.num_tokens + self._announced_tokens
-        if most is not None and waiting and waiting_tokens + num_requests * num_tokens > most:
-            raise ResourceExhausted(
-                f"the queue is full: {waiting_tokens} prompt tokens wait, {most} may; "
-                f"this request has {num_requests * num_tokens}"
-            )
-
-        if self._config.deadline_admission == "predictive" and deadline_seconds is not None:
-            needed = seconds_to_first_token(num_tokens, self._queue.num_tokens, pairs)
-            if needed is not None and needed > deadline_seconds:
-                raise ResourceExhausted(
-                    f"the first token would take {needed:.1f} s at the measured rate, "
-                    f"the deadline leaves {deadline_seconds:.1f} s"
-                )
-
-    def announce(self, num_requests: int, num_tokens: int) -> None:
-        """These requests have their room in the queue but are not there yet; negative: they came, or won't come.
-
-        num_tokens: of each request's prompt.
-        """
-        self._num_announced += num_requests
-        self._announced_tokens += num_requests * num_tokens
+        self.room.check(num_requests, num_tokens, deadline_seconds, pairs)
 
     def may_get_pairs(self) -> bool:
         """While no pair is ready: whether it is worth while to wait for one."""

@@ -148,7 +148,7 @@ class Generator:
         first, siblings = answers[0], answers[1:]
         open_answers = list(answers)
         num_tokens = len(first.request.checked.prompt_token_ids)
-        self._dispatcher.announce(len(siblings), num_tokens)
+        self._dispatcher.room.announce(len(siblings), num_tokens)
         try:
             while open_answers:
                 await news.wait()
@@ -158,13 +158,13 @@ class Generator:
                         yield response
                 if siblings and (first.num_tokens > 1 or first.is_over):
                     # The others come when the first one decodes: then that pair has the prompt's pages in its caches.
-                    self._dispatcher.announce(-len(siblings), num_tokens)
+                    self._dispatcher.room.announce(-len(siblings), num_tokens)
                     for sibling in siblings:
                         self._dispatcher.submit(sibling.request, may_expire=False)
                     siblings = []
                 open_answers = [answer for answer in open_answers if not answer.is_over]
         finally:
-            self._dispatcher.announce(-len(siblings), num_tokens)
+            self._dispatcher.room.announce(-len(siblings), num_tokens)
 
     def _take(self, answer: Answer) -> list[inference_pb2.GenerateResponse]:
         """What there is of one answer. Raises the RequestError that ended it."""

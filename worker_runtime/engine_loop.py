@@ -1,8 +1,8 @@
 """The loop of every worker: receive, schedule, run, deliver.
 
-`EngineLoop` is composed of a scheduler, a runner of the model, the table of requests, and what its tier adds (`Tier`).
-Its own thread turns it, or a test or the simulator does (`turn`). Only that thread touches scheduler, page pool and
-requests.
+`EngineLoop` is composed of a scheduler, a runner of the model, the table of requests, and what its tier adds
+(`tier.py`). Its own thread turns it, or a test or the simulator does (`turn`). Only that thread touches scheduler, page
+pool and requests.
 
 With async scheduling a device does not wait for the host: while step n is computed, step n + 1 is scheduled and
 launched with the tokens of step n as they are on the device. Only then does the host wait for the tokens of step n, end
@@ -29,13 +29,10 @@ A third ordering: after a step that failed, the device is settled before any pag
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
-from engine.device import IsWritten
-from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
+from engine.model_runner import StepLogits, StepRunner
 from engine.prefix_cache import PrefixCache
 from engine.sampler import SampledBatch, SampledToken
 from engine.sequence import ScheduledSequence, Sequence
@@ -49,6 +46,7 @@ from worker_runtime.rate import Rate
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import ABORTED, FINISHED, RequestTable, ended_by
 from worker_runtime.step import Scheduler, Step, StepLimits
+from worker_runtime.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -56,54 +54,6 @@ CHECK_SECONDS = 1.0
 """Least time between two checks of all pages."""
 MAX_FAILED_STEPS = 3
 """A worker ends itself after this many steps in a row that failed."""
-
-
-@dataclass(frozen=True)
-class PageOwners:
-    """Who should own pages, according to the requests and not to the pool."""
-
-    tables: Iterable[Iterable[int]]
-    """Pages of sequences."""
-    reads: Iterable[Iterable[int]] = ()
-    """Pages of our own open writes."""
-    writes: Iterable[Iterable[int]] = ()
-    """Pages open to foreign writers."""
-
-
-class Tier(Protocol):
-    """What only one tier does."""
-
-    def handle(self, message: InboxMessage) -> None:
-        """Acts on a message that is of no concern to the other tiers; ignores all others."""
-        ...
-
-    def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
-        """Acts on a router's command that only this tier knows. False: it does not."""
-        ...
-
-    def before_run(self, step: Step) -> OnLayerGroup | None:
-        """A step is about to run. Returns what is to be told while its layers are computed."""
-        ...
-
-    def after_launch(self, step: Step, is_written: IsWritten | None) -> None:
-        """A step was launched, and the scheduler has taken note. is_written: see `StepLogits.is_written`."""
-        ...
-
-    def after_token(self, request: WorkerRequest, token_id: int, output: worker_pb2.TokenOutput) -> None:
-        """A request has its next token. If `output.finish_reason` is set, its output is complete."""
-        ...
-
-    def preempt(self, request: WorkerRequest) -> None:
-        """The scheduler took a sequence's pages, since older sequences needed them."""
-        ...
-
-    def has_open_transfers(self) -> bool:
-        """Whether a page may still be touched by a transfer."""
-        ...
-
-    def page_owners(self) -> PageOwners:
-        """Who should own pages now."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from engine.logprobs import TokenLogprobs, logprobs_at
 from engine.model_runner import PromptLogits
-from engine.sampler import SampledToken, TokenLogprobs, logprobs_at
+from engine.sampler import SampledToken
 from engine.sequence import LogitBias, SamplingParams, Sequence
 from kv_transfer.request_ref import RequestRef
 from protos import inference_pb2, worker_pb2

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from engine import sampler
+from engine import logprobs, sampler
 from engine.sequence import LogitBias, SamplingParams, Sequence
 
 VOCAB = 50
@@ -392,7 +392,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_the_logits():
         assert found.token_ids[0] == choice.token_id
         assert len(found.token_ids) == 1 + params[row].num_logprobs
         assert np.isfinite(found.logprobs).all()
-        wanted = exact[row, found.token_ids].clamp(min=sampler.LOWEST_LOGPROB)
+        wanted = exact[row, found.token_ids].clamp(min=logprobs.LOWEST_LOGPROB)
         np.testing.assert_allclose(found.logprobs, wanted, atol=1e-5)
         assert found.logprobs[1:] == sorted(found.logprobs[1:], reverse=True)
     assert sampler.sample(logits, [make_sequence(SamplingParams())] * 3).wait()[0].logprobs is None

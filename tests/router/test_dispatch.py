@@ -642,7 +642,7 @@ async def test_cached_pages_do_not_make_a_decode_worker_look_busy():
 
 async def test_announced_answers_count_in_the_queue():
     rig = Rig(max_queue_requests=4)
-    rig.dispatcher.announce(3, 20)
+    rig.dispatcher.room.announce(3, 20)
     rig.dispatcher.check_room(1, 20)
     with pytest.raises(ResourceExhausted, match="3 requests wait, 4 may"):
         rig.dispatcher.check_room(2, 20)
@@ -709,7 +709,7 @@ async def test_the_queue_is_bounded_by_tokens_but_one_prompt_may_always_wait():
     with pytest.raises(ResourceExhausted, match="100 prompt tokens wait"):
         rig.submit(num_tokens=1)
     rig.dispatcher.cancel(rig.dispatcher.waiting[0])
-    rig.dispatcher.announce(3, 10)
+    rig.dispatcher.room.announce(3, 10)
     with pytest.raises(ResourceExhausted, match="110 prompt tokens wait, 100 may"):
         rig.submit(num_tokens=1)
 

@@ -233,7 +233,7 @@ async def test_the_other_answers_wait_until_the_first_has_the_prompt_computed(to
     assert len(workers.rig.dispatcher._running) == 1
     workers.turn()
     await first
-    assert workers.rig.dispatcher._num_announced == 1
+    assert workers.rig.dispatcher.room.num_announced == 1
     second = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
     assert len(workers.rig.dispatcher._running) == 1, "it has the first token, but decode has no pages yet"
@@ -246,7 +246,7 @@ async def test_the_other_answers_wait_until_the_first_has_the_prompt_computed(to
     await asyncio.gather(third, return_exceptions=True)
     await stream.aclose()
     assert workers.rig.dispatcher.num_running == 0
-    assert workers.rig.dispatcher._num_announced == 0
+    assert workers.rig.dispatcher.room.num_announced == 0
     workers.turn()
     assert len(workers.aborted) >= 2, "both answers are cancelled on the workers"
 
