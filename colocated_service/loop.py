@@ -55,10 +55,10 @@ class ColocatedLoop(Tier):
         """See `Tier.handle_command`."""
         if request.WhichOneof("command") != "generate":
             return False
-        self.requests.admit(session_id, request.generate.ref, request.generate.spec, self._place)
+        self.requests.admit(session_id, request.generate.ref, request.generate.spec, self._schedule)
         return True
 
-    def _place(self, request: WorkerRequest) -> Refusal | None:
+    def _schedule(self, request: WorkerRequest) -> Refusal | None:
         max_num_tokens = request.sequence.num_prompt_tokens + request.stop.max_tokens
         if not self.scheduler.can_ever_fit(max_num_tokens):
             message = f"prompt and output of {max_num_tokens} tokens do not fit {self._parts.pool.num_pages} pages"

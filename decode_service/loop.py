@@ -105,7 +105,7 @@ class DecodeLoop(Tier):
         return True
 
     def _reserve(self, session_id: int, command: worker_pb2.ReserveCommand) -> None:
-        request = self.requests.admit(session_id, command.ref, command.spec, self._place)
+        request = self.requests.admit(session_id, command.ref, command.spec, self._schedule)
         if request is None:
             return
         sequence = request.sequence
@@ -129,7 +129,7 @@ class DecodeLoop(Tier):
         )
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(reserved=reserved))
 
-    def _place(self, request: WorkerRequest) -> Refusal | None:
+    def _schedule(self, request: WorkerRequest) -> Refusal | None:
         ref, max_tokens = request.ref, request.stop.max_tokens
         max_num_tokens = request.sequence.num_prompt_tokens + max_tokens
         if ref in self.tickets:

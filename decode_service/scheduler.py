@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from decode_service.growth import AnswerLengths
+from decode_service.growth import OutputLengths
 from engine.page_pool import PagePool
 from engine.prefix_cache import PrefixCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
@@ -58,7 +58,7 @@ class DecodeScheduler:
         self._max_num_sequences, self._admission = max_num_sequences, admission
         self._admitted: dict[str, _Admitted] = {}
         self._arrivals = itertools.count()
-        self.lengths = AnswerLengths()
+        self.lengths = OutputLengths()
 
     @property
     def num_sequences(self) -> int:
@@ -206,8 +206,8 @@ class DecodeScheduler:
         """Most pages that will be taken on top of those taken now, if every forecast is right."""
         by_end = sorted(((self._final_num_tokens(a) - a.sequence.num_tokens, a) for a in everyone), key=lambda e: e[0])
         peak = freed = 0
-        for place, (steps, ending) in enumerate(by_end):
-            taken = sum(self._growth_pages(a, a.sequence.num_tokens + steps) for _, a in by_end[place:])
+        for index, (steps, ending) in enumerate(by_end):
+            taken = sum(self._growth_pages(a, a.sequence.num_tokens + steps) for _, a in by_end[index:])
             peak = max(peak, taken - freed)
             freed += self._pool.num_exclusive(ending.sequence.page_table)
         return peak

@@ -6,7 +6,8 @@ responded at that address before, since an address that is right for the router 
 a dead writer, or one whose write failed, left in the network must land before the pages are given away: such ends ask
 for a fence.
 
-`TicketRevoker` decides; time, chance and the way to writers are arguments. `GrpcWriters` is that way in a process.
+`TicketRevoker` decides. Clock, random source and the way to writers are arguments; `GrpcWriters` is that way in a
+process.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class PrefillLoop(Tier):
         return True
 
     def _submit(self, session_id: int, command: worker_pb2.PrefillCommand) -> None:
-        def place(request: WorkerRequest) -> Refusal | None:
+        def schedule(request: WorkerRequest) -> Refusal | None:
             refusal = self._never_fits(request, command.ticket)
             if refusal is not None:
                 return Refusal(worker_pb2.CAUSE_INVALID, refusal)
@@ -116,7 +116,7 @@ class PrefillLoop(Tier):
             self._scheduler.add(request.sequence, request.priority, request.deadline)
             return None
 
-        self.requests.admit(session_id, command.ref, command.spec, place)
+        self.requests.admit(session_id, command.ref, command.spec, schedule)
 
     def _never_fits(self, request: WorkerRequest, ticket: kv_pb2.PageTicket) -> str | None:
         """Why a prompt can never be computed and sent, or None."""

@@ -1,7 +1,7 @@
 """Brings requests to workers and their tokens back: the router's one queue, and what each worker event means.
 
 Every way into the dispatcher ends in one pump of the queue (`_pump`), which binds requests as long as workers have
-room. Time and chance are arguments.
+room. Clock and random source are arguments.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Dispatcher:
                 self._close(request, leg, abort=True, is_complete=True)
             self._finish_if_over(request)
         else:
-            # Between two attempts: nothing of it runs, so no event would ever end it.
+            # Between two attempts nothing of the request runs, so no event would ever end it.
             self._finish(request, None)
         self._pump()
 
@@ -133,7 +133,7 @@ class Dispatcher:
         return len(links)
 
     def _end_waiting(self, request: Request, seconds: float) -> None:
-        """It has waited too long for its first worker. One that was begun before is never ended for waiting."""
+        """A request has waited too long for its first worker. A request that has begun is never ended for waiting."""
         if request in self._queue and request.attempt == 0:
             self._finish(request, ResourceExhausted(f"no worker was free within {seconds:g} s"))
             self._pump()
@@ -141,7 +141,7 @@ class Dispatcher:
     # binding
 
     def _ready_pairs(self) -> list[Pair]:
-        """Those of the pool. Also notes when the last one is lost: another may come soon."""
+        """The pairs of the pool. Also notes when the last pair is lost: another one may come soon."""
         pairs = self.pool.ready_pairs()
         if len(pairs) != self._num_pairs:
             if not pairs:
@@ -158,14 +158,14 @@ class Dispatcher:
         for request in self._queue.in_order():
             fitting = [pair for pair in pairs if can_serve(request, pair)]
             if not fitting:
-                # Not now, and not by waiting for room: those behind it need not wait for it.
+                # Waiting for room does not help this request, so the requests behind it need not wait.
                 self._await_workers(request)
                 continue
             request.unservable_since = None
             pair = choose_pair(request, fitting, self.rng, self._config.routing)
             if pair is None:
-                # Whatever the first one waits for, those behind it wait for too. But for prefill only as many wait as
-                # decode has room for: with more prefill workers the others would wait all the same.
+                # The requests behind this one wait for the same. But only as many of them wait for prefill as decode
+                # has room for: with more prefill workers the others would still wait.
                 room = decode_room(fitting)
                 waits_for, waiting_tokens = ("prefill", room) if room else ("decode", self._queue.num_tokens)
                 break
@@ -176,12 +176,12 @@ class Dispatcher:
                 # A defect of ours must cost this request, not the session of a worker whose event brought us here.
                 log.exception("binding failed", extra={"request_id": request.checked.request_id})
                 self._finish(request, Internal(f"an unexpected error in the router: {error}"))
-        # Those that were bound just now wait no more.
+        # Requests that were bound just now wait no more.
         self._metrics.set_queue(waits_for, min(waiting_tokens, self._queue.num_tokens))
         self._metrics.set_requests(queued=self.num_queued, running=self.num_running)
 
     def _await_workers(self, request: Request) -> None:
-        """The last pair that could serve it is gone: it waits a stated time for another."""
+        """The last pair that could serve a request is gone: the request waits a stated time for another pair."""
         now, limit = self.clock.now(), self._config.worker_loss_seconds
         if request.unservable_since is None:
             request.unservable_since = now
@@ -285,7 +285,7 @@ class Dispatcher:
     def _on_output(self, link: WorkerLink, output: worker_pb2.TokenOutput) -> bool:
         """Returns whether a request in the queue might be bound now that could not be bound before."""
         found = self._find(link, output.ref)
-        if found is None or found[0].is_answered:  # by a stop string: the router told the workers, and this crossed it
+        if found is None or found[0].is_answered:  # a stop string ended it, and this event crossed the abort
             return False
         request, leg = found
         is_first = request.num_attempt_tokens == 0
@@ -298,7 +298,7 @@ class Dispatcher:
                 self._close(request, waiting, abort=True)
             self._finish_if_over(request)
             if request.state is not RequestState.FINISHED:
-                # Its prefill worker has only numbers left to tell; if it can't, nobody waits for those.
+                # The prefill worker has only numbers left to tell. If the worker can't, nobody waits for them.
                 self.clock.call_later(LAST_NUMBERS_SECONDS, self._finish_answered, request)
         elif request.output.num_waiting > self._config.max_unread_tokens:
             self._metrics.slow_readers.inc()
@@ -326,7 +326,7 @@ class Dispatcher:
         self._on_leg_ended(request, leg, event.cause, event.message)
 
     def _on_leg_ended(self, request: Request, leg: Leg, cause: worker_pb2.Cause.ValueType, message: str) -> None:
-        """A worker does not go on with a request: it continues elsewhere, if its cause allows."""
+        """A worker refused or ended a request: the request continues elsewhere, if the cause allows that."""
         self._close(request, leg)
         consequence = CONSEQUENCES.get(cause, UNKNOWN)
         error = consequence.error(message)
@@ -351,7 +351,7 @@ class Dispatcher:
                 self._metrics.retries.labels(f"{tier}_lost").inc()
                 error = Unavailable(f"{tier_name(link.tier)} worker {link.address} was lost")
                 self._retry(request, error, "attempts")
-            # Else decode runs already, so it has every page and does not need its prefill worker any more.
+            # Else decode has every page, since it has brought a token, and does not need the prefill worker any more.
         self._pump()
 
     # ends

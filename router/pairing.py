@@ -5,7 +5,7 @@
                                └─────────────────────────────────────────────────────┘
 
 Tests towards one decode worker run one after the other, because there is only one set of test pages to write to. A
-connection that breaks sends a ready pair back to the beginning. Time and chance are arguments.
+connection that breaks sends a ready pair back to the beginning. Clock and random source are arguments.
 """
 
 from __future__ import annotations

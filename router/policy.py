@@ -80,7 +80,7 @@ def score_turns(pairs: Iterable[Pair]) -> list[Scored]:
 
 
 def pick(scored: Seq[Scored], rng: random.Random) -> Pair | None:
-    """One of the best, by chance among equals."""
+    """One of the best; among equals a random one."""
     if not scored:
         return None
     best = min(rank for rank, _ in scored)
@@ -145,7 +145,7 @@ def work_before(prefill: WorkerLink, request: Request) -> int:
 def _has_little_work_before(prefill: WorkerLink, request: Request) -> bool:
     assert prefill.info is not None
     limits = prefill.info.limits
-    # A leg that generates keeps its place until it ends, a leg that only computes its prompt until that is done.
+    # A leg that generates counts until it ends; a leg that only computes its prompt counts until that is done.
     num_bound = sum(1 for leg in prefill.legs.values() if leg.generates or not leg.has_token)
     return work_before(prefill, request) < limits.token_budget and num_bound < limits.max_num_sequences
 

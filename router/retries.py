@@ -1,4 +1,4 @@
-"""What becomes of a request whose worker does not go on with it: one table by cause, and how often it may happen.
+"""What becomes of a request that a worker refused or ended: one table by cause, and limits on further attempts.
 
 Another attempt goes ahead of new requests. Attempts in a row that bring no token are limited:
 

@@ -61,7 +61,7 @@ class WorkerSessions:
             link.is_listed = True
 
         def removed(address: str) -> None:
-            # The worker may be finishing its work: the session goes on until it ends.
+            # The worker may be finishing its work: the session stays open until the worker ends it.
             link = self._pool.find(address, tier)
             if link is not None:
                 link.is_listed = False

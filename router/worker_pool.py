@@ -54,8 +54,8 @@ class WorkerPool:
         on_lost: Callable[[WorkerLink], None],
         on_change: Callable[[], None],
     ) -> None:
-        """on_event: an event for requests; on_lost: a worker does not go on with its requests; on_change: pairs or load
-        changed."""
+        """on_event: an event for requests. on_lost: the requests of a worker must continue elsewhere. on_change: pairs
+        or load changed."""
         self._tokenizer_hash, self._clock = tokenizer_hash, clock
         self._on_event, self._on_lost, self._on_change = on_event, on_lost, on_change
         self.links: list[WorkerLink] = []

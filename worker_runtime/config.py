@@ -1,4 +1,4 @@
-"""Settings that both tiers' workers share. No torch in here."""
+"""Settings that the workers of all tiers share. No torch in here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class OverlapOptions:
     """How workers that generate tokens take their steps."""
 
     overlap: Overlap = "auto"
-    """Decode and colocated workers plan and launch a step while the one before it is computed. auto: on a GPU."""
+    """Async scheduling, at decode and colocated workers: schedule and launch a step while the step before it is
+    computed. auto: on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class WorkerConfig(BatchOptions):
     advertise_address: str = ""
     """host:port at which other workers reach this one. Empty: where it listens; needed with --host 0.0.0.0 or ::."""
     drain: DrainMode = "finish"
-    """On SIGTERM: finish runs to its end what was begun; handover gives it back to the routers, which resume it on
-    other workers. Transfers end well in both."""
+    """On SIGTERM. finish: requests that have begun run to their end. handover: they are requeued, and continue on other
+    workers. Transfers end well in both."""
     drain_seconds: float = 120.0
-    """With finish: what still runs after this time is handed over. A second SIGTERM ends the process at once."""
+    """With finish: requests that still run after this time are requeued. A second SIGTERM ends the process at once."""
     wedge_seconds: float = 60.0
-    """An engine or transfer thread that stands still for longer than this while it has work makes the worker not
-    ready, and its requests go on elsewhere. Longer than any step takes."""
+    """If the engine thread or the transfer thread stands still for longer than this while it has work, the worker is
+    not ready, and its requests continue elsewhere. Must be longer than any step takes."""
     require_rdma: bool = False
     """Move pages over RDMA (or within the machine) and never over TCP; without an RDMA device the worker ends."""
 

@@ -333,7 +333,7 @@ class EngineLoop:
         self._reporter.report(report)
 
     def _check_pages(self) -> None:
-        """At rest: every page belongs to whom the requests say. If not, this worker must not go on as if it did."""
+        """At rest every page must belong to whom the requests say. If not, this worker must take no more requests."""
         now = self._parts.clock.now()
         if now - self._checked_at < CHECK_SECONDS or self._has_wrong_pages:
             return
@@ -348,5 +348,5 @@ class EngineLoop:
 
 
 def _must_wait_for(logits: StepLogits) -> bool:
-    """Whether the host must wait for a step before it can go on."""
+    """Whether the host must wait for a step before the turn ends."""
     return bool(logits.prompts) or any(entry.sequence.sampling.has_filter for entry in logits.scheduled)

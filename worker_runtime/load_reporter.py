@@ -13,14 +13,14 @@ from protos import worker_pb2
 
 
 class EventSink(Protocol):
-    """Where events for routers go; see `worker.session.Sessions`."""
+    """Where events for routers go; see `worker_runtime.session.Sessions`."""
 
     def all_ids(self) -> list[int]:
         """Ids of the open sessions."""
         ...
 
     def add(self, session_id: int, event: worker_pb2.SessionResponse) -> None:
-        """Goes out with the next flush."""
+        """The event goes out with the next flush."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The requests that a worker has: the only place where they begin and end.
+"""The requests that a worker has. They begin and end here and nowhere else.
 
     command ── admit ──> in the table ── end(FINISHED | ABORTED | ended_by(cause)) ──> forgotten
                   └──> refused: the router is told why, nothing is kept
@@ -77,18 +77,18 @@ class RequestTable:
         session_id: int,
         ref: kv_pb2.RequestRef,
         spec: worker_pb2.SequenceSpec,
-        place: Callable[[WorkerRequest], Refusal | None],
+        schedule: Callable[[WorkerRequest], Refusal | None],
     ) -> WorkerRequest | None:
         """Takes a request, or tells its router why not and returns None.
 
-        place: gives the request to the scheduler, or says why that can't be done; then nothing may be kept of it.
+        schedule: gives the request to the scheduler, or says why that can't be done and keeps nothing of the request.
         """
         name = RequestRef.from_proto(ref)
         refusal = self._refusal(name, spec)
         request = None
         if refusal is None:
             request = WorkerRequest.from_spec(session_id, name, spec, self._parts.clock.now)
-            refusal = place(request)
+            refusal = schedule(request)
         if refusal is not None or request is None:
             assert refusal is not None
             self._refuse(session_id, name, refusal)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from decode_service.growth import FEWEST, HIGHEST_QUANTILE, LOWEST_QUANTILE, REMEMBERED, AnswerLengths
+from decode_service.growth import FEWEST, HIGHEST_QUANTILE, LOWEST_QUANTILE, REMEMBERED, OutputLengths
 
 
 def test_nothing_known_means_the_longest_answer():
-    lengths = AnswerLengths()
+    lengths = OutputLengths()
     for _ in range(FEWEST - 1):
         lengths.learn(5, 100)
     assert lengths.forecast(0, 100) == 100
@@ -17,7 +17,7 @@ def test_nothing_known_means_the_longest_answer():
 
 
 def test_forecasts_are_for_answers_that_got_so_far_and_of_the_same_class():
-    lengths = AnswerLengths()
+    lengths = OutputLengths()
     for length in [10] * 30 + [90] * 10:
         lengths.learn(length, 100)
     assert lengths.forecast(0, 100) in (10, 90)
@@ -28,7 +28,7 @@ def test_forecasts_are_for_answers_that_got_so_far_and_of_the_same_class():
 
 
 def test_old_lengths_are_forgotten():
-    lengths = AnswerLengths()
+    lengths = OutputLengths()
     for length in [500] * 50 + [10] * REMEMBERED:
         lengths.learn(length, 1000)
     assert lengths.forecast(0, 1000) == 10
@@ -37,7 +37,7 @@ def test_old_lengths_are_forgotten():
 
 
 def test_running_out_raises_the_reserve_and_quiet_times_lower_it():
-    lengths = AnswerLengths()
+    lengths = OutputLengths()
     rng = random.Random(0)
     for _ in range(200):
         lengths.learn(rng.randint(1, 100), 100)
