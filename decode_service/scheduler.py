@@ -54,7 +54,7 @@ class DecodeScheduler:
         max_num_sequences: int,
         admission: DecodeAdmission = "learned",
     ) -> None:
-        self._pool, self._cache, self._page_size = pool, cache, page_size
+        self.pool, self._cache, self._page_size = pool, cache, page_size
         self._max_num_sequences, self._admission = max_num_sequences, admission
         self._admitted: dict[str, _Admitted] = {}
         self._arrivals = itertools.count()
@@ -92,7 +92,7 @@ class DecodeScheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether such a sequence fits an empty pool."""
-        return self.pages_needed(num_tokens) <= self._pool.num_pages
+        return self.pages_needed(num_tokens) <= self.pool.num_pages
 
     def reserve(self, sequence: Sequence, max_tokens: int, was_preempted: bool = False) -> Shortage | None:
         """Takes pages for the tokens known, those of a known beginning from the cache. Returns what was short, or None.
@@ -103,13 +103,13 @@ class DecodeScheduler:
             return "sequences"
         matched = self._cache.match(sequence, sequence.num_tokens)
         # First locked, then counted: locking turns pages that were to be had into held ones.
-        self._pool.hold(matched)
+        self.pool.hold(matched)
         missing = num_pages_for(sequence.num_tokens, self._page_size) - len(matched)
         sequence.page_table = matched
         new = _Admitted(sequence, max_tokens, was_preempted, next(self._arrivals))
-        page_ids = self._pool.allocate(missing) if self._fits(new, missing) else None
+        page_ids = self.pool.allocate(missing) if self._fits(new, missing) else None
         if page_ids is None:
-            self._pool.release(reversed(matched))
+            self.pool.release(reversed(matched))
             sequence.page_table = []
             return "pages"
         sequence.page_table = matched + page_ids
@@ -156,12 +156,12 @@ class DecodeScheduler:
 
     def _youngest_with_pages(self, candidates: Iterable[_Admitted]) -> _Admitted | None:
         """The next victim: the youngest that would give pages back."""
-        fitting = [a for a in candidates if self._pool.num_exclusive(a.sequence.page_table)]
+        fitting = [a for a in candidates if self.pool.num_exclusive(a.sequence.page_table)]
         return max(fitting, key=lambda a: a.seniority, default=None)
 
     def _being_filled(self) -> list[_Admitted]:
         """Those that wait for their KV; none while pages of earlier ones are still on their way back from a writer."""
-        if self._pool.counts().quarantined:
+        if self.pool.counts().quarantined:
             return []
         return [a for a in self._admitted.values() if not a.is_running]
 
@@ -182,7 +182,7 @@ class DecodeScheduler:
         """See `Scheduler.abort`. Pages that a writer may still touch are quarantined."""
         if self._admitted.pop(sequence.sequence_id, None) is not None:
             # From the end: a page is of no use to the cache without the pages before it.
-            self._pool.release(reversed(sequence.page_table))
+            self.pool.release(reversed(sequence.page_table))
             sequence.page_table = []
 
     def load(self) -> SchedulerLoad:
@@ -194,7 +194,7 @@ class DecodeScheduler:
 
     def _fits(self, new: _Admitted, missing: int) -> bool:
         """Whether `missing` pages can be taken now, and those that all will need later."""
-        available = self._pool.num_available
+        available = self.pool.num_available
         if missing > available:
             return False
         everyone = [*self._admitted.values(), new]
@@ -209,7 +209,7 @@ class DecodeScheduler:
         for index, (steps, ending) in enumerate(by_end):
             taken = sum(self._growth_pages(a, a.sequence.num_tokens + steps) for _, a in by_end[index:])
             peak = max(peak, taken - freed)
-            freed += self._pool.num_exclusive(ending.sequence.page_table)
+            freed += self.pool.num_exclusive(ending.sequence.page_table)
         return peak
 
     def _final_num_tokens(self, admitted: _Admitted) -> int:
@@ -232,7 +232,7 @@ class DecodeScheduler:
         """Takes a page if the next token begins one. False: none is to be had."""
         if self._has_room(sequence):
             return True
-        page_ids = self._pool.allocate(1)
+        page_ids = self.pool.allocate(1)
         if page_ids is None:
             return False
         sequence.page_table += page_ids

@@ -62,7 +62,7 @@ class PrefillScheduler:
     ) -> None:
         """growth_pages: the pages that the output of a prompt will take, if it is generated on this worker."""
         self._growth_pages = growth_pages
-        self._pool, self._cache, self._page_size = pool, cache, page_size
+        self.pool, self._cache, self._page_size = pool, cache, page_size
         self._token_budget, self._max_num_sequences = token_budget, max_num_sequences
         self._prompt_order: PromptOrder = prompt_order
         self._waiting: dict[str, _Prompt] = {}
@@ -95,7 +95,7 @@ class PrefillScheduler:
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a prompt of this length fits an empty pool."""
-        return num_pages_for(num_tokens, self._page_size) <= self._pool.num_pages
+        return num_pages_for(num_tokens, self._page_size) <= self.pool.num_pages
 
     def add(
         self, sequence: Sequence, priority: int = 0, deadline: float | None = None, is_resumed: bool = False
@@ -144,7 +144,7 @@ class PrefillScheduler:
 
     def _release(self, sequence: Sequence) -> None:
         # From the end: a page is of no use to the cache without the pages before it.
-        self._pool.release(reversed(sequence.page_table))
+        self.pool.release(reversed(sequence.page_table))
         sequence.page_table = []
 
     def _expire(self, now: float, tokens_per_second: float | None) -> tuple[Sequence, ...]:
@@ -208,10 +208,10 @@ class PrefillScheduler:
         if needed > self._unpromised_pages(budget):
             self.refusals["pages"] += 1
             return False
-        self._pool.hold(matched)
+        self.pool.hold(matched)
         # Locking turned evictable pages into held ones, so there may be fewer to be had than a moment ago.
         if needed > self._unpromised_pages(budget):
-            self._pool.release(reversed(matched))
+            self.pool.release(reversed(matched))
             self.refusals["pages_after_lock"] += 1
             return False
         sequence.page_table = matched
@@ -233,7 +233,7 @@ class PrefillScheduler:
             + self._growth_pages(p.sequence)
             for p in self._running.values()
         )
-        return self._pool.num_available - budget.reserved_pages - promised
+        return self.pool.num_available - budget.reserved_pages - promised
 
     def _take_chunk(self, sequence: Sequence, budget: Budget) -> None:
         """As many of the sequence's next tokens as both budgets allow; with few pages left the chunk shrinks."""
@@ -242,13 +242,13 @@ class PrefillScheduler:
             tokens = min(tokens, budget.logit_rows)
             if tokens == 0:
                 return  # in the next step
-        room = (len(sequence.page_table) + self._pool.num_available - budget.reserved_pages) * self._page_size
+        room = (len(sequence.page_table) + self.pool.num_available - budget.reserved_pages) * self._page_size
         tokens = min(tokens, room - sequence.num_computed_tokens)
         if tokens <= 0:
             self.refusals["chunk_pages"] += 1
             return
         missing = num_pages_for(sequence.num_computed_tokens + tokens, self._page_size) - len(sequence.page_table)
-        page_ids = self._pool.allocate(max(missing, 0))
+        page_ids = self.pool.allocate(max(missing, 0))
         assert page_ids is not None  # within `room`
         sequence.page_table += page_ids
         budget.batch.append(ScheduledSequence(sequence, tokens))

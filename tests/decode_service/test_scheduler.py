@@ -92,7 +92,7 @@ def test_pages_of_answers_that_end_early_count_for_those_that_go_on():
     for name in "abc":
         assert scheduler.reserve(make_sequence(8, name), 8) is None
     assert scheduler.reserve(make_sequence(8, "long"), 32) is None
-    assert scheduler.expected_growth_pages > scheduler._pool.num_available
+    assert scheduler.expected_growth_pages > scheduler.pool.num_available
 
 
 def test_a_full_house_says_what_is_short():
@@ -119,7 +119,7 @@ def test_release_is_harmless_twice():
     scheduler.abort(a)
     scheduler.abort(a)
     assert scheduler.num_sequences == scheduler.expected_growth_pages == 0
-    assert repr(scheduler._pool) == "<PagePool 20 free, 0 held>"
+    assert repr(scheduler.pool) == "<PagePool 20 free, 0 held>"
 
 
 def crowd(scheduler, names, num_tokens=7, max_tokens=30, preempted=()):
@@ -138,7 +138,7 @@ def test_when_pages_run_out_the_youngest_is_handed_back_and_the_others_go_on():
     assert step(scheduler) == (["a", "b", "c"], [])
     ran, handed_back = step(scheduler)  # a takes the last page, b needs one
     assert (ran, handed_back) == (["a", "b"], ["c"])
-    assert scheduler._pool.counts().total == 7
+    assert scheduler.pool.counts().total == 7
     for _ in range(3):
         assert step(scheduler) == (["a", "b"], [])
 
@@ -166,12 +166,12 @@ def test_a_reservation_goes_before_an_older_one_waits_for_a_foreign_prompt():
     reserved = [make_sequence(4, "b"), make_sequence(4, "c")]
     for sequence in reserved:
         assert scheduler.reserve(sequence, 1) is None
-    scheduler._pool.open_to_writer(reserved[1].page_table)
+    scheduler.pool.open_to_writer(reserved[1].page_table)
     pages = list(reserved[1].page_table)
     step(scheduler)
     assert step(scheduler) == ([], ["c"]), "the youngest gives its reservation back"
     assert scheduler.schedule() is None, "its pages are on their way: b is spared"
-    scheduler._pool.close_to_writer(pages)
+    scheduler.pool.close_to_writer(pages)
     assert step(scheduler) == (["a"], [])
     assert len(a.page_table) == 3
 
@@ -186,7 +186,7 @@ def test_victims_without_pages_of_their_own_are_spared():
     assert scheduler.reserve(c, 1) is scheduler.reserve(b, 1) is None
     start(scheduler, c)
     start(scheduler, b)
-    assert repr(scheduler._pool) == "<PagePool 1 free, 3 held>"
+    assert repr(scheduler.pool) == "<PagePool 1 free, 3 held>"
     assert step(scheduler) == (["a", "b"], ["c"])
 
 
@@ -238,13 +238,13 @@ def test_a_follow_up_takes_the_pages_that_are_here():
     for _ in range(4):
         step(scheduler)
     scheduler.finish(first)
-    assert repr(scheduler._pool) == "<PagePool 17 free, 0 held, 3 cached>"
+    assert repr(scheduler.pool) == "<PagePool 17 free, 0 held, 3 cached>"
     turn = Sequence("b", [*first.token_ids, 8, 9], len(first.token_ids) + 2)
     assert scheduler.reserve(turn, 10) is None
     assert (turn.num_cached_tokens, len(turn.page_table)) == (12, 4)
-    assert repr(scheduler._pool) == "<PagePool 16 free, 4 held>"
+    assert repr(scheduler.pool) == "<PagePool 16 free, 4 held>"
     scheduler.abort(turn)
-    assert repr(scheduler._pool) == "<PagePool 17 free, 0 held, 3 cached>"
+    assert repr(scheduler.pool) == "<PagePool 17 free, 0 held, 3 cached>"
 
 
 def test_a_wholly_known_prompt_needs_no_page_but_partly_filled_ones_are_never_shared():
@@ -282,10 +282,10 @@ def test_a_refused_reservation_leaves_no_trace():
     scheduler.reserve(first, 1)
     start(scheduler, first)
     scheduler.finish(first)
-    before = repr(scheduler._pool)
+    before = repr(scheduler.pool)
     big = make_sequence(20, "b", token=5)
     assert scheduler.reserve(big, 5) == "pages"
-    assert repr(scheduler._pool) == before
+    assert repr(scheduler.pool) == before
     assert big.page_table == []
 
 
@@ -297,7 +297,7 @@ def test_cached_pages_make_way_for_growth():
     scheduler.finish(first)
     other = make_sequence(15, "b", token=6)
     assert scheduler.reserve(other, 2) is None
-    assert repr(scheduler._pool) == "<PagePool 0 free, 4 held>"
+    assert repr(scheduler.pool) == "<PagePool 0 free, 4 held>"
 
 
 @settings(max_examples=200, deadline=None)
@@ -335,9 +335,9 @@ def test_churn_keeps_every_promise(admission, cache, actions):
             assert len(ran) == len(running)
         running = [(s, m) for s, m in running if s.sequence_id not in handed_back]
         assert running or not handed_back, "someone goes on"
-        assert scheduler._pool.counts().total == 12
+        assert scheduler.pool.counts().total == 12
         held = {page for s, _ in running + reserved for page in s.page_table}
-        assert scheduler._pool.counts().held == len(held)
+        assert scheduler.pool.counts().held == len(held)
     for sequence, _ in reserved + running:
         scheduler.abort(sequence)
-    assert scheduler._pool.num_available == 12
+    assert scheduler.pool.num_available == 12

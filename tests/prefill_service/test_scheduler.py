@@ -137,7 +137,7 @@ class TestAdmission:
             scheduler.abort(sequence)
         assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
         assert (scheduler.queued_tokens, scheduler.running_tokens) == (0, 0)
-        assert repr(scheduler._pool) == "<PagePool 10 free, 0 held>"
+        assert repr(scheduler.pool) == "<PagePool 10 free, 0 held>"
 
     def test_what_can_never_fit_is_known_at_once(self):
         scheduler = make_scheduler(num_pages=3)
@@ -169,12 +169,12 @@ class TestAdmission:
         scheduler.add(first)
         run(scheduler)
         scheduler.finish(first)
-        assert scheduler._pool.counts().cached == 3
+        assert scheduler.pool.counts().cached == 3
         # 16 new pages would be too many anyway; 2 matched + 2 more fit, but not beside 1 reserved page.
         scheduler.add(make_sequence(0, "again", [*tokens[:8], 90, 91, 92, 93, 94]))
         assert run(scheduler, reserved_pages=1) == []
         assert scheduler.refusals["pages_after_lock"] == 1
-        assert scheduler._pool.counts().cached == 3
+        assert scheduler.pool.counts().cached == 3
         assert run(scheduler) == [("again", 5, True)]
 
     def test_bad_settings_are_refused(self):
@@ -207,7 +207,7 @@ class TestDeadlines:
         assert run(scheduler, now=1.0) == [("a", 10, False)]
         step = scheduler.schedule(StepLimits(now=6.0))
         assert [s.sequence_id for s in step.expired] == ["a"]
-        assert scheduler._pool.num_free == 100
+        assert scheduler.pool.num_free == 100
 
 
 class TestOrder:
@@ -375,7 +375,7 @@ class TestPrefixCache:
         cache.flush()
         assert set(cache.take_events().evicted) == known
         assert len(cache) == 0
-        assert repr(scheduler._pool) == "<PagePool 6 free, 0 held>"
+        assert repr(scheduler.pool) == "<PagePool 6 free, 0 held>"
 
     def test_off_means_off(self):
         scheduler, tokens = make_scheduler(cache=False), list(range(20))
@@ -412,7 +412,7 @@ def test_everything_holds_under_random_load(data):
             assert sequence.num_cached_tokens < sequence.num_tokens
             alive.remove(sequence)
             finished.append(sequence)
-        counts = scheduler._pool.counts()
+        counts = scheduler.pool.counts()
         assert counts.total == num_pages
         return planned
 
@@ -436,5 +436,5 @@ def test_everything_holds_under_random_load(data):
             break
         assert step() is not None, "prompts are left, pages are free, and nothing moves"
     assert not alive
-    assert scheduler._pool.num_available == num_pages
-    assert not any(scheduler._pool._holders)
+    assert scheduler.pool.num_available == num_pages
+    assert not any(scheduler.pool._holders)
