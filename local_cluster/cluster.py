@@ -113,7 +113,7 @@ class LocalCluster:
         share = config.memory_fraction / config.num_workers
         engine = replace(config.engine(), model=str(self._model), memory_fraction=share, threads=threads)
         worker = config.worker(tier, engine, ProcessConfig(port=port, cpus=cpus), worker_id=name)
-        return self._start(name, tier, worker, flags)
+        return self.start_process(name, tier, worker, flags)
 
     def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
         """Starts a worker that ended again, at the same address. Raises StartFailed."""
@@ -167,11 +167,14 @@ class LocalCluster:
             served_model_name=self.config.model_name,
             http_port=http_port,
         )
-        process = self._start(name, "router", router, flags)
+        process = self.start_process(name, "router", router, flags)
         process.flags = flags
         return process
 
-    def _start(self, name: str, command: str, config: WorkerConfig | RouterConfig, flags: tuple[str, ...]) -> Process:
+    def start_process(
+        self, name: str, command: str, config: WorkerConfig | RouterConfig, flags: tuple[str, ...] = ()
+    ) -> Process:
+        """Starts a process with a config of its own; it ends with the cluster."""
         settings = replace(
             config.process,
             ready_file=self._folder / f"{name}-{next(self._starts)}.json",

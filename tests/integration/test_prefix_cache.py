@@ -103,7 +103,7 @@ def test_load_and_hits_are_reported(cluster):
     assert worker.queued_tokens == 0
 
 
-@pytest.mark.parametrize("flags", [{"prefix_cache": False}, {"policy": "bounded_slowdown"}])
+@pytest.mark.parametrize("flags", [{"prefix_cache": False}, {"prompt_order": "bounded_slowdown"}])
 def test_other_settings_give_the_same_answers(flags, tiny_model, tmp_path):
     """Off means off; another order changes no token. A pool under pressure evicts, and still every answer is right."""
     folder = tiny_model("llama")

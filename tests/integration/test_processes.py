@@ -15,8 +15,12 @@ import psutil
 import pytest
 
 from kvferry.client import Client, KvferryError
+from router.config import RouterConfig
+from rpc.config import ProcessConfig
 from tests.integration.support import running_cluster, wait_for
 from tests.tiny_models import set_config_value
+
+LOCAL = ProcessConfig(port=0)
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
 
@@ -255,7 +259,8 @@ class TestTwoByTwo:
         assert cluster.metrics("prefill-0")["kvferry_kv_bytes_total"] > before
 
     def test_a_router_without_workers_says_what_is_missing(self, cluster, tiny_model, tmp_path):
-        process = cluster.cluster._spawn("lonely", "router", ["--prefill", "127.0.0.1:1", "--port", "0"])
+        config = RouterConfig(str(tiny_model("llama")), prefill=("127.0.0.1:1",), process=LOCAL, http_port=0)
+        process = cluster.cluster.start_process("lonely", "router", config)
         wait_for(lambda: any("router listens" in line for line in process.recent))
         address = next(line for line in process.recent if "router listens" in line).split("address=")[1].split()[0]
         with Client(address) as client, pytest.raises(KvferryError, match="no decode worker") as caught:
@@ -265,13 +270,15 @@ class TestTwoByTwo:
         assert process.popen.wait(20) == 0
         cluster.cluster.processes.remove(process)
 
-    def test_different_page_sizes_are_refused_with_both_values(self, cluster):
+    def test_different_page_sizes_are_refused_with_both_values(self, cluster, tiny_model):
         """Casebook C090."""
         workers = cluster.cluster
         other = workers.start_worker("decode", 9, "--page-size", "8")
         workers.wait_ready(other)
         prefill = workers.find("prefill-0").address
-        router = workers._spawn("strict", "router", ["--prefill", prefill, "--decode", other.address, "--port", "0"])
+        model = str(tiny_model("llama"))
+        config = RouterConfig(model, prefill=(prefill,), decode=(other.address,), process=LOCAL, http_port=0)
+        router = workers.start_process("strict", "router", config)
         wait_for(lambda: any("pair refused" in line for line in router.recent))
         assert any("page_size (prefill 16, decode 8)" in line for line in router.recent)
         for process in (router, other):
