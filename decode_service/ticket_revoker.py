@@ -210,8 +210,9 @@ class GrpcWriters:
         try:
             outcome: Outcome = await self._stub(writer).RevokeTicket(request, timeout=seconds)
         except grpc.aio.AioRpcError as error:
-            is_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-            outcome = NoResponse(error.code().name, is_unavailable and await _refuses_connections(writer.address))
+            # Only who wants pages back needs a proof that the process is gone.
+            wants_proof = request.HasField("ref") and error.code() is grpc.StatusCode.UNAVAILABLE
+            outcome = NoResponse(error.code().name, wants_proof and await _refuses_connections(writer.address))
         on_outcome(outcome)
 
     def _stub(self, writer: Writer) -> kv_pb2_grpc.PageTicketServiceAsyncStub:

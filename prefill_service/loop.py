@@ -29,10 +29,11 @@ from worker_runtime.engine_loop import EngineLoop
 from worker_runtime.inbox import InboxMessage, RevokeTicket, SessionClosed
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
-from worker_runtime.request_table import ABORTED, FINISHED, Refusal, RequestTable, ended_by
+from worker_runtime.request_table import FINISHED, End, Refusal, RequestTable, ended_by
 from worker_runtime.step import Step
 from worker_runtime.tier import PageOwners, Tier
 
+REVOKED = End("aborted", message="its ticket was revoked by the owner of the pages")
 MIN_GROUPED_BYTES = 2 << 20
 """Last pages with fewer bytes are sent whole: each write has a cost of its own."""
 
@@ -107,7 +108,7 @@ class PrefillLoop(Tier):
             refusal = self._never_fits(request, command.ticket)
             if refusal is not None:
                 return Refusal(worker_pb2.CAUSE_INVALID, refusal)
-            transfer = self._sender.open(command.ticket)
+            transfer = self._sender.open(session_id, command.ticket)
             if transfer is None:
                 # Its owner took the pages back while the command was on its way.
                 reason = f"the ticket of request {request.ref} was used or revoked before"
@@ -203,7 +204,7 @@ class PrefillLoop(Tier):
     # ends
 
     def _on_write_ended(self, message: WriteEnded) -> None:
-        tag = message.write.tag
+        tag, ended = message.write.tag, None
         if isinstance(tag, PairTest):
             if message.ok:
                 self._peers.test_pages_written(tag, message)
@@ -213,19 +214,21 @@ class PrefillLoop(Tier):
             else:
                 self._parts.metrics.kv_write_failures.inc()
             ended = self._sender.write_ended(message)
-            if message.ok:
-                self._on_transfer_ended(ended)
         if not message.ok:
             self._on_peer_failed(message.write.agent_name, message.reason)
+        self._on_transfer_ended(ended)
 
     def _on_transfer_ended(self, transfer: PageTransfer | None) -> None:
-        """Nothing of a transfer is open any more. If its request is still in the table, everything went well."""
+        """Nothing of a transfer is open any more. If its request is still in the table, everything went well.
+
+        The router always hears of it: it may wait for nothing else, if it ended the output itself (a stop string).
+        """
         if transfer is None:
             return
+        moved = transfer.moved(self._parts.transport_name)
+        event = worker_pb2.TransferFinishedEvent(ref=transfer.ticket.ref.to_proto(), kv_transfer=moved)
+        self._parts.sessions.add(transfer.session_id, worker_pb2.SessionResponse(transfer_finished=event))
         if (request := self._request_of(transfer)) is not None:
-            moved = transfer.moved(self._parts.transport_name)
-            event = worker_pb2.TransferFinishedEvent(ref=request.ref.to_proto(), kv_transfer=moved)
-            self._parts.sessions.add(request.session_id, worker_pb2.SessionResponse(transfer_finished=event))
             self.requests.end(request, FINISHED)
         self._disconnect_if_unused(transfer.ticket.agent_name)
 
@@ -238,7 +241,7 @@ class PrefillLoop(Tier):
         if transfer is None:
             return
         if (request := self._request_of(transfer)) is not None:
-            self.requests.end(request, ABORTED)  # its router hears of it from the owner
+            self.requests.end(request, REVOKED)
         else:
             self._on_transfer_ended(self._sender.revoke(transfer, "revoked by its owner"))
 

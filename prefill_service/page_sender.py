@@ -35,6 +35,8 @@ network."""
 class PageTransfer:
     """The pages of one request on their way to a decode worker."""
 
+    session_id: int
+    """Whose it is."""
     ticket: OutgoingTicket
     lease_end: float | None
     """On the worker's clock: nothing more may be started after it. None: no lease."""
@@ -114,10 +116,10 @@ class PageSender:
         """Our pages that open writes read."""
         return [write.local_pages for write in self._open_writes]
 
-    def open(self, message: kv_pb2.PageTicket) -> PageTransfer | None:
+    def open(self, session_id: int, message: kv_pb2.PageTicket) -> PageTransfer | None:
         """Begins to use a ticket. None: it was used or revoked before."""
         lease_end = self._clock.now() + message.lease_ms / 1e3 if message.lease_ms else None
-        transfer = PageTransfer(OutgoingTicket(message), lease_end)
+        transfer = PageTransfer(session_id, OutgoingTicket(message), lease_end)
         if transfer.ticket_id in self._tombstones or transfer.ticket_id in self._open:
             return None
         self._open[transfer.ticket_id] = transfer

@@ -66,13 +66,13 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     STAGE_PREFILL_STARTED: _Stage.ValueType  # 3
     """The first chunk began."""
     STAGE_PREFILL_FINISHED: _Stage.ValueType  # 4
-    """The last chunk ended and the first token was chosen."""
+    """The last chunk ended and the first token was sampled."""
     STAGE_TRANSFER_FINISHED: _Stage.ValueType  # 5
     """Every page was in the decode worker's memory."""
     STAGE_DECODE_STARTED: _Stage.ValueType  # 6
     """The first decode step began."""
     STAGE_FINISHED: _Stage.ValueType  # 7
-    """The last token was chosen."""
+    """The last token was sampled."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """The stages of a request, in order. `Timings` has a field for each, with the same name."""
@@ -86,13 +86,13 @@ STAGE_RESERVED: Stage.ValueType  # 2
 STAGE_PREFILL_STARTED: Stage.ValueType  # 3
 """The first chunk began."""
 STAGE_PREFILL_FINISHED: Stage.ValueType  # 4
-"""The last chunk ended and the first token was chosen."""
+"""The last chunk ended and the first token was sampled."""
 STAGE_TRANSFER_FINISHED: Stage.ValueType  # 5
 """Every page was in the decode worker's memory."""
 STAGE_DECODE_STARTED: Stage.ValueType  # 6
 """The first decode step began."""
 STAGE_FINISHED: Stage.ValueType  # 7
-"""The last token was chosen."""
+"""The last token was sampled."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 class _Cause:

@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -137,9 +138,9 @@ class RouterProcess:
     async def _follow_pairs(self, ready_content: dict[str, object]) -> None:
         """Until it is told to stop: ready while a pair is."""
         was_ready = announced = False
-        changed, stop = self._dispatcher.pairs_changed, asyncio.ensure_future(self._stop.wait())
+        stop = asyncio.ensure_future(self._stop.wait())
         while not stop.done():
-            changed.clear()
+            changed = self._dispatcher.pairs_changed()
             self._http.renew_certificate()
             num_pairs = len(self._dispatcher.pool.ready_pairs())
             self._metrics.ready_pairs.set(num_pairs)
@@ -150,9 +151,8 @@ class RouterProcess:
             if was_ready and not announced:
                 announced = True
                 write_ready_file(self._config.process.ready_file, ready_content)
-            change = asyncio.ensure_future(changed.wait())
-            await asyncio.wait({stop, change}, timeout=CERTIFICATE_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            change.cancel()
+            waited_for: set[asyncio.Future[Any]] = {stop, changed}
+            await asyncio.wait(waited_for, timeout=CERTIFICATE_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
     async def drain(self) -> None:
         """Takes nothing new; what runs is finished. Then everything is closed."""

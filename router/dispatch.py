@@ -54,8 +54,7 @@ class Dispatcher:
         self._num_bound = 0
         # A router that was just started is like one that has just lost its workers: they may come soon.
         self._num_pairs, self._lost_pairs_at = 0, clock.now()
-        self.pairs_changed = asyncio.Event()
-        """Set when the number of ready pairs changes; whoever waits for that clears it."""
+        self._pairs_changed: asyncio.Future[None] | None = None
         self._resting: dict[Request, Timer] = {}
         """Requests that wait a moment before another attempt."""
 
@@ -87,6 +86,12 @@ class Dispatcher:
             raise Unavailable(f"no pair of prefill and decode workers is ready: {self.pool.why_not_ready()}")
         self.room.check(num_requests, num_tokens, deadline_seconds, pairs)
 
+    def pairs_changed(self) -> asyncio.Future[None]:
+        """Is done when the number of ready pairs changes next. Not to be cancelled: others may wait for it too."""
+        if self._pairs_changed is None:
+            self._pairs_changed = asyncio.get_running_loop().create_future()
+        return self._pairs_changed
+
     def may_get_pairs(self) -> bool:
         """While no pair is ready: whether it is worth while to wait for one."""
         waited = self.clock.now() - self._lost_pairs_at
@@ -117,9 +122,7 @@ class Dispatcher:
         """The output is complete, though no worker knows: the router found a stop string."""
         request.is_answered = True
         if request.state is RequestState.RUNNING:
-            for leg in [leg for leg in request.legs if leg.generates]:
-                self._close(request, leg, abort=True, is_complete=True)
-            self._finish_if_over(request)
+            self._end_answered(request, is_complete=True)
         else:
             # Between two attempts nothing of the request runs, so no event would ever end it.
             self._finish(request, None)
@@ -147,7 +150,9 @@ class Dispatcher:
             if not pairs:
                 self._lost_pairs_at = self.clock.now()
             self._num_pairs = len(pairs)
-            self.pairs_changed.set()
+            if self._pairs_changed is not None:
+                self._pairs_changed.set_result(None)
+                self._pairs_changed = None
         return pairs
 
     def _pump(self) -> None:
@@ -294,12 +299,7 @@ class Dispatcher:
             self._close(request, leg)
         if request.is_answered:
             # The first token may have ended the output: decode gets no pages and must not wait for them.
-            for waiting in [leg for leg in request.legs if leg.generates]:
-                self._close(request, waiting, abort=True)
-            self._finish_if_over(request)
-            if request.state is not RequestState.FINISHED:
-                # The prefill worker has only numbers left to tell. If the worker can't, nobody waits for them.
-                self.clock.call_later(LAST_NUMBERS_SECONDS, self._finish_answered, request)
+            self._end_answered(request)
         elif request.output.num_waiting > self._config.max_unread_tokens:
             self._metrics.slow_readers.inc()
             self._finish(request, ResourceExhausted(self._too_slow(request)))
@@ -382,6 +382,15 @@ class Dispatcher:
         del self._resting[request]
         self._queue.put_back(request)
         self._pump()
+
+    def _end_answered(self, request: Request, is_complete: bool = False) -> None:
+        """The output is complete. is_complete: the workers do not know that."""
+        for leg in [leg for leg in request.legs if leg.generates]:
+            self._close(request, leg, abort=True, is_complete=is_complete)
+        self._finish_if_over(request)
+        if request.state is not RequestState.FINISHED:
+            # The prefill worker has only numbers left to tell. If the worker can't, nobody waits for them.
+            self.clock.call_later(LAST_NUMBERS_SECONDS, self._finish_answered, request)
 
     def _finish_if_over(self, request: Request) -> None:
         """The output is complete once its last token is known and all legs are closed: then the numbers are final."""

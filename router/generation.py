@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -69,9 +68,7 @@ class Generator:
         """As `limits`, but a router that was just started waits for its first workers."""
         dispatcher = self._dispatcher
         while self._limits is None and dispatcher.may_get_pairs() and not dispatcher.pool.limits():
-            dispatcher.pairs_changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(dispatcher.pairs_changed.wait(), FIRST_LIMITS_LOOK_SECONDS)
+            await asyncio.wait({dispatcher.pairs_changed()}, timeout=FIRST_LIMITS_LOOK_SECONDS)
         return self.limits()
 
     def generate(

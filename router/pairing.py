@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -66,11 +65,11 @@ class Pairing:
     def __init__(self, clock: Clock, rng: random.Random, on_change: Callable[[], None]) -> None:
         """on_change: called when a pair became ready or was lost."""
         self._clock, self._rng, self._on_change = clock, rng, on_change
-        self._candidates: dict[tuple[int, str], _Candidate] = {}
+        self._candidates: dict[tuple[WorkerLink, str], _Candidate] = {}
         """By prefill link and agent of the decode worker."""
         self._testing: dict[str, _Candidate] = {}
         """By agent of the decode worker."""
-        self._waiting: defaultdict[str, deque[_Candidate]] = defaultdict(deque)
+        self._waiting: dict[str, list[_Candidate]] = {}
 
     def __repr__(self) -> str:
         return f"<Pairing {len(self._candidates)} pairs to get ready, {len(self._testing)} tests>"
@@ -88,8 +87,8 @@ class Pairing:
             log.error("pair refused", extra={"prefill": prefill.name, "decode": decode.name, "reason": str(error)})
             return
         candidate = _Candidate(prefill, prefill.info, decode, decode.info)
-        if (id(prefill), candidate.owner_agent) not in self._candidates:
-            self._candidates[id(prefill), candidate.owner_agent] = candidate
+        if (prefill, candidate.owner_agent) not in self._candidates:
+            self._candidates[prefill, candidate.owner_agent] = candidate
             self._wait_turn(candidate)
 
     def closed(self, link: WorkerLink, agent_name: str, prefills: Iterable[WorkerLink]) -> None:
@@ -110,7 +109,7 @@ class Pairing:
             log.info("test pages sent", extra={**about, **rates})
             return
         reason = f"the connection to {event.agent_name} failed: {event.reason}"
-        candidate = self._candidates.get((id(prefill), event.agent_name))
+        candidate = self._candidates.get((prefill, event.agent_name))
         if candidate is not None:
             self._end_test(candidate, reason)
             return
@@ -132,14 +131,20 @@ class Pairing:
 
     def _wait_turn(self, candidate: _Candidate) -> None:
         candidate.timer = None
-        self._waiting[candidate.owner_agent].append(candidate)
+        self._waiting.setdefault(candidate.owner_agent, []).append(candidate)
         self._test_next(candidate.owner_agent)
 
     def _test_next(self, owner_agent: str) -> None:
-        waiting = self._waiting[owner_agent]
-        if owner_agent in self._testing or not waiting:
+        if owner_agent in self._testing:
             return
-        candidate = self._testing[owner_agent] = waiting.popleft()
+        # The session of a candidate that waits may be over, and is about to be dropped.
+        waiting = [candidate for candidate in self._waiting.pop(owner_agent, ()) if candidate.is_current]
+        if not waiting:
+            return
+        candidate, *others = waiting
+        self._testing[owner_agent] = candidate
+        if others:
+            self._waiting[owner_agent] = others
         candidate.test_id = f"{self._rng.getrandbits(64):016x}"
         connect = worker_pb2.ConnectPeerCommand(
             incarnation_id=candidate.owner.incarnation_id,
@@ -161,7 +166,7 @@ class Pairing:
         prefill, decode = candidate.prefill, candidate.decode
         about = {"prefill": prefill.name, "decode": decode.name}
         if not reason:
-            del self._candidates[id(prefill), candidate.owner_agent]
+            del self._candidates[prefill, candidate.owner_agent]
             prefill.peer_ready(candidate.owner_agent)
             decode.note_pair("")
             log.info("pair ready", extra=about)
@@ -176,13 +181,8 @@ class Pairing:
             self._on_change()
 
     def _drop(self, candidate: _Candidate) -> None:
-        del self._candidates[id(candidate.prefill), candidate.owner_agent]
+        del self._candidates[candidate.prefill, candidate.owner_agent]
         candidate.cancel_timer()
-        waiting = self._waiting[candidate.owner_agent]
-        if candidate in waiting:
-            waiting.remove(candidate)
         if self._testing.get(candidate.owner_agent) is candidate:
             del self._testing[candidate.owner_agent]
-            self._test_next(candidate.owner_agent)
-        if not waiting:
-            self._waiting.pop(candidate.owner_agent, None)
+        self._test_next(candidate.owner_agent)

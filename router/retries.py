@@ -87,5 +87,5 @@ class Retries:
         self.number += 1
         if limit == "none" or self.number == 1:
             return 0.0
-        pause: float = min(FIRST_REST_SECONDS * 2.0 ** (self.number - 2), LONGEST_REST_SECONDS)
+        pause: float = min(FIRST_REST_SECONDS * 2.0 ** min(self.number - 2, 30), LONGEST_REST_SECONDS)
         return pause * rng.uniform(0.5, 1.5)

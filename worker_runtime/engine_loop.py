@@ -44,7 +44,7 @@ from worker_runtime.load_reporter import LoadReporter
 from worker_runtime.parts import WorkerParts
 from worker_runtime.rate import Rate
 from worker_runtime.request import WorkerRequest
-from worker_runtime.request_table import ABORTED, FINISHED, RequestTable, ended_by
+from worker_runtime.request_table import ABORTED, FINISHED, ORPHANED, RequestTable, ended_by
 from worker_runtime.step import Scheduler, Step, StepLimits
 from worker_runtime.tier import Tier
 
@@ -154,7 +154,7 @@ class EngineLoop:
             case SessionClosed(session_id):
                 self._reporter.session_closed(session_id)
                 for orphan in self._requests.of_session(session_id):
-                    self._requests.end(orphan, ABORTED)
+                    self._requests.end(orphan, ORPHANED)
             case Drain(hand_over):
                 self._requests.is_draining = True
                 if hand_over:
@@ -226,7 +226,9 @@ class EngineLoop:
                 if _must_wait_for(logits):
                     self._parts.sessions.flush()  # rather than after waiting for this step
             for prompt in logits.prompts:
-                self._requests.scheduled(prompt.sequence).take_prompt_logits(prompt)
+                request = self._requests.of_sequence(prompt.sequence)
+                if request is not None:
+                    request.take_prompt_logits(prompt)
             in_flight = self._sample(step, logits, launched_at)
             if self._overlaps and in_flight.tokens is not None:
                 self._in_flight = in_flight
@@ -302,6 +304,8 @@ class EngineLoop:
             request = self._requests.of_sequence(entry.sequence)
             if request is not None and not request.is_sending:
                 self._requests.end(request, ended_by(worker_pb2.CAUSE_STEP_FAILED, f"the step failed: {error}"))
+        if self._runner.runs_ahead:
+            self._cache.flush()  # pages of launched steps are cached, and nobody knows what is in them
         self._num_failed_steps += 1
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             # A dead worker's requests continue elsewhere. A broken worker that lives would attract more requests.

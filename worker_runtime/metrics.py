@@ -1,4 +1,4 @@
-"""What every worker counts. Names are the same in both tiers; the tier is a label."""
+"""What every worker counts. Names are the same in all tiers; the tier is a label."""
 
 from __future__ import annotations
 

@@ -40,10 +40,10 @@ class End(NamedTuple):
     message: str = ""
 
 
-FINISHED = End("finished")
+FINISHED = End("finished", message="finished")
 """The worker has done its part: the output is complete or, at a prefill worker, all pages are sent."""
-ABORTED = End("aborted")
-"""Its router wants no more of it, or is gone."""
+ABORTED = End("aborted", message="aborted by its router")
+ORPHANED = End("aborted", message="its router is gone")
 
 
 def ended_by(cause: worker_pb2.Cause.ValueType, message: str) -> End:
@@ -132,7 +132,7 @@ class RequestTable:
         else:
             self._scheduler.abort(request.sequence)
         self._parts.metrics.count_end(end.name)
-        self._on_end(request, end.message or end.name)
+        self._on_end(request, end.message)
 
     def _tell_router(self, request: WorkerRequest, end: End) -> None:
         level = logging.WARNING if end.name == "failed" else logging.INFO

@@ -235,7 +235,7 @@ def test_a_lease_that_ends_stops_its_request_and_not_the_step(rig):
     rig.submit("late", list(range(1, 18)), lease_ms=1)
     rig.submit("fine", [4, 1])
     rig.runner.on_run = lambda: rig.clock.advance(0.01)
-    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 2)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) == 3)
     assert rig.ended() == {"late": (worker_pb2.CAUSE_DEADLINE, "the page ticket's lease ended")}
 
 
@@ -421,3 +421,58 @@ def test_a_worker_that_must_end_gives_its_prompts_back(rig):
     assert rig.ended()["r"][0] == worker_pb2.CAUSE_DRAINING
     payloads = [kv_pb2.KvNotification.FromString(n.payload) for n in rig.owner.take_notifications()]
     assert payloads[-1].closed, "its decode worker must know that nothing comes any more"
+
+
+def test_a_ticket_that_is_revoked_while_pages_are_sent_is_told_to_the_router_too(rig):
+    """The router may have found a stop string: then it waits for nothing but the end of this transfer."""
+    written = threading.Event()
+    rig.runner.is_written = written.is_set
+    rig.submit("r", list(range(1, 19)))
+    rig.turn_until(lambda: rig.sessions.of("step_output"))
+    revoked = []
+    rig.revoke("r", revoked.append)
+    rig.turn()
+    assert (revoked, rig.sessions.of("transfer_finished")) == ([], [])
+    written.set()
+    rig.turn_until(lambda: revoked)
+    assert [e.ref.request_id for e in rig.sessions.of("transfer_finished")] == ["r"]
+    assert rig.ended() == {}
+
+
+def test_a_lease_that_ends_in_a_step_with_prompt_logprobs_costs_its_own_request_only(rig):
+    """Casebook C103."""
+    sampling = worker_pb2.SamplingConfig(top_p=1.0, repetition_penalty=1.0, prompt_logprobs=True)
+    rig.submit("late", list(range(1, 8)), sampling=sampling, lease_ms=1)
+    rig.submit("fine", [4], sampling=sampling)
+    rig.runner.on_run = lambda: rig.clock.advance(0.01)
+    rig.submit("later", list(range(21, 30)), sampling=sampling, lease_ms=100)
+    rig.turn_until(lambda: len(rig.sessions.of("transfer_finished")) >= 2)
+    assert {cause for cause, _ in rig.ended().values()} <= {worker_pb2.CAUSE_DEADLINE}
+    assert "fine" not in rig.ended()
+
+
+def test_a_peer_that_nobody_wants_is_forgotten_when_its_last_write_has_failed(rig):
+    class Open:
+        state = WriteState.IN_PROGRESS
+
+        def poll(self):
+            return Open.state
+
+    rig.transport.write = lambda *_: Open()
+    rig.submit("r", [1] * 10)
+    rig.turn_until(lambda: rig.sessions.of("step_output"))
+    rig.command(forget_peer=worker_pb2.ForgetPeerCommand(agent_name="d/1"))
+    rig.turn()
+    assert "<Peers d/1>" in repr(rig.loop), "something is open towards it"
+    Open.state = WriteState.FAILED
+    rig.turn_until(rig.ended)
+    assert "<Peers none>" in repr(rig.loop)
+
+
+def test_a_step_that_went_well_forgives_those_that_failed(rig):
+    for number in range(3 * MAX_FAILED_STEPS):
+        rig.runner.fail = number % 2 == 0
+        rig.submit(f"r{number}", [1, 2])
+        rig.turn()
+    rig.runner.fail = False
+    assert len(rig.ended()) > MAX_FAILED_STEPS

@@ -8,6 +8,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2 as wpb
+from router.dispatch import LAST_NUMBERS_SECONDS
 from router.metrics import RouterMetrics
 from router.output_stream import Ended
 from router.request import RequestState
@@ -590,6 +591,23 @@ async def test_a_stop_string_in_older_tokens_ends_a_request_whatever_crosses_it(
     assert rig.dispatcher.num_running == 0
     assert request.output_token_ids == [11]
     assert not d.legs
+
+
+@pytest.mark.parametrize("how", ["a stop string", "the first token"])
+async def test_the_end_of_an_output_does_not_wait_for_ever_for_numbers(how):
+    """Its prefill worker never tells what was moved."""
+    rig = Rig()
+    request = rig.submit()
+    rig.reserved(request)
+    if how == "a stop string":
+        rig.tokens(request, rig.prefill[0], 0, 11)
+        rig.dispatcher.complete(request)
+    else:
+        rig.tokens(request, rig.prefill[0], 0, 11, finish=pb.FINISH_REASON_STOP)
+    assert request.state is RequestState.RUNNING
+    rig.clock.advance(LAST_NUMBERS_SECONDS)
+    assert events(request)[-1] == Ended(None)
+    assert rig.dispatcher.num_running == 0
 
 
 async def test_cached_tokens_are_the_prompts_whatever_a_resumed_attempt_finds():

@@ -175,7 +175,10 @@ def test_a_decode_worker_that_is_gone_is_forgotten_by_all_prefill_workers():
         commands = []
         while not prefill.commands.empty():
             commands.append(prefill.commands.get_nowait())
-        assert [c.forget_peer.agent_name for c in commands if c.HasField("forget_peer")] == [agent_name]
+        kinds = [command.WhichOneof("command") for command in commands]
+        assert kinds[-1] == "forget_peer", "and no test is begun towards it"
+        assert commands[-1].forget_peer.agent_name == agent_name
+        assert kinds.count("connect_peer") == (1 if prefill is rig.prefill[0] else 0)
     assert rig.clock.later == [], "no test is waited for"
 
 

@@ -47,7 +47,7 @@ from protos import kv_pb2
 from protos import worker_pb2 as wpb
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.output_stream import Ended, Tokens
+from router.output_stream import Ended
 from router.request import Request
 from router.validation import CheckedRequest
 from router.worker_link import WorkerLink
@@ -488,10 +488,13 @@ class Asked:
     tokens: list[int] = field(default_factory=list)
     ended: Ended | None = None
     was_cancelled: bool = False
+    stops_at: int | None = None
+    """The router finds a stop string behind so many tokens."""
+    has_stopped: bool = False
 
     def expected(self) -> list[int]:
         token_ids = list(self.request.checked.prompt_token_ids)
-        for _ in range(self.request.checked.stop.max_tokens):
+        for _ in range(self.stops_at or self.request.checked.stop.max_tokens):
             token_ids.append(next_token(token_ids))
         return token_ids[len(self.request.checked.prompt_token_ids) :]
 
@@ -681,6 +684,8 @@ class World:
             f"r{len(self.asked)}", prompt, sampling, stop, (), False, frozenset(), False, "", 0
         )  # fmt: skip
         asked = Asked(Request(checked, None, self.clock.now, rng))
+        if rng.random() < 0.2:
+            asked.stops_at = rng.randint(1, stop.max_tokens)
         self.asked.append(asked)
         self.dispatcher.submit(asked.request)
         return asked
@@ -694,10 +699,16 @@ class World:
         for asked in self.asked:
             if asked.ended is None:
                 for event in asked.request.output.take():
-                    if isinstance(event, Tokens):
-                        asked.tokens += event.token_ids
-                    else:
+                    if isinstance(event, Ended):
                         asked.ended = event
+                    elif not asked.has_stopped:
+                        asked.tokens += event.token_ids
+                        self._look_for_stop(asked)
+
+    def _look_for_stop(self, asked: Asked) -> None:
+        if asked.stops_at is not None and len(asked.tokens) >= asked.stops_at:
+            asked.has_stopped, asked.tokens = True, asked.tokens[: asked.stops_at]
+            self.dispatcher.complete(asked.request)
 
     # a schedule
 

@@ -43,3 +43,20 @@ async def test_a_router_that_does_not_read_loses_its_session_and_others_do_not(m
     assert sessions.all_ids() == [2]
     assert stuck.get_nowait() is session._END
     assert stuck.empty(), "memory is given back"
+
+
+async def test_tokens_of_a_step_go_out_in_one_message_and_in_order_with_other_events():
+    sessions = Sessions(SystemClock(asyncio.get_running_loop()), Inbox())
+    queue = sessions.open(1)
+    for index in range(3):
+        sessions.add_output(1, worker_pb2.TokenOutput(first_index=index))
+    sessions.add(1, load(7))
+    sessions.add_output(1, worker_pb2.TokenOutput(first_index=3))
+    sessions.add_output(2, worker_pb2.TokenOutput(first_index=9))
+    sessions.flush()
+    sessions.add_output(1, worker_pb2.TokenOutput(first_index=4))
+    sessions.flush()
+    await asyncio.sleep(0)
+    events = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert [event.WhichOneof("event") for event in events] == ["step_output", "load", "step_output", "step_output"]
+    assert [[o.first_index for o in event.step_output.outputs] for event in events] == [[0, 1, 2], [], [3], [4]]
