@@ -1,4 +1,4 @@
-# kvferry for plain machines and for GPUs. What installs is left behind; what runs has no root and no home.
+# kvferry for plain machines and for GPUs. The final images have no build tools but a compiler, and run without root and home.
 #   docker build --target cpu -t kvferry:cpu .
 #   docker build --target gpu -t kvferry:gpu .
 
@@ -9,7 +9,7 @@ FROM python:3.11-slim-bookworm AS build-cpu
 RUN python -m venv /opt/kvferry
 ENV PATH=/opt/kvferry/bin:$PATH
 WORKDIR /src
-# torch first and by itself: it is most of the bytes, and this layer stays when only our code changes. PyPI's torch brings
+# torch first and by itself: it is most of the bytes, and this layer stays cached when only kvferry's code changes. PyPI's torch brings
 # CUDA along; to leave that out, name PyTorch's index of CPU builds: --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL=""
 COPY constraints.txt .

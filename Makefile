@@ -11,13 +11,13 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvferry needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make setup PYTHON=python3.12"; exit 1; }
-	# One that was begun and not finished, or whose Python is gone, is made anew.
+	# An unfinished environment, or one whose Python is gone, is created again.
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || rm -rf $(VENV)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip==26.3"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch setuptools
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	# For the tests of what we tell its kernels. It imports on a CPU with these few; all it names would be gigabytes.
+	# For tests of the arguments of its kernels. On a CPU it imports with these few; all its dependencies are gigabytes.
 	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints.txt flashinfer-python apache-tvm-ffi einops \
 		ninja nvidia-ml-py tabulate
 	touch $@
@@ -42,7 +42,7 @@ test-slow: setup
 test-k8s: setup
 	$(BIN)/python -m pytest tests/k8s -m ""
 
-# checkov has some hundred dependencies of its own, so it lives beside the rest.
+# checkov has some hundred dependencies of its own, so it has its own environment.
 k8s-lint: setup
 	test -x .venv-checkov/bin/checkov || ($(PYTHON) -m venv .venv-checkov && .venv-checkov/bin/pip install --quiet "checkov==3.3.30")
 	rm -rf build/k8s && mkdir -p build/k8s
@@ -88,13 +88,13 @@ bench-router: setup
 bench-routing: setup
 	$(BIN)/python -m benchmarks.micro.bench_routing
 
-# With .venv if there is one, else with whatever $(PYTHON) has (pytest too); without a GPU it says so and ends well.
+# With .venv if there is one, else with $(PYTHON), which needs pytest. Without a GPU it reports a skip and exits with 0.
 GPU_PYTHON = $(if $(wildcard $(VENV)/.ready),$(BIN)/python,$(PYTHON))
 gpu-check:
 	$(GPU_PYTHON) -m pytest tests/gpu --confcutdir=tests/gpu -s
 	$(GPU_PYTHON) -m benchmarks.micro.bench_gpu
 
-# Needs docker, kind and kubectl. Leaves the cluster there: `kind delete cluster --name kvferry`.
+# Needs docker, kind and kubectl. The cluster stays afterwards: `kind delete cluster --name kvferry`.
 kind-demo:
 	docker build --target cpu -t kvferry:cpu .
 	kind get clusters | grep -qx kvferry || kind create cluster --name kvferry

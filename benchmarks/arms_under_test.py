@@ -1,5 +1,5 @@
-"""What a comparison measures: clusters that it started itself, or servers that run already. Both take a load and give
-back what its client saw."""
+"""What a comparison measures: clusters that it starts, or servers that run already. Both take a load and return
+the records of its client."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Kind = Literal["colocated", "two-tier", "server"]
 
 @dataclass(frozen=True)
 class Offered:
-    """What came of one load."""
+    """Result of one load."""
 
     records: list[RequestRecord]
     busy: dict[str, float]
-    """Share of the time that each worker's engine was in a step; empty for servers that do not tell."""
+    """Share of the time that each worker's engine was in a step; empty for servers that do not report it."""
     generator: GeneratorLoad = field(default_factory=GeneratorLoad)
 
 
@@ -45,7 +45,7 @@ class ArmUnderTest:
     name: str
     kind: Kind
     max_model_len: int | None = None
-    """Longest sequence in tokens, if that is known."""
+    """Longest sequence in tokens, if known."""
     dtype: str = ""
     """Element type of weights and pages, if that is known."""
 
@@ -54,7 +54,7 @@ class ArmUnderTest:
         raise NotImplementedError
 
     def greedy_tokens(self, request: LoadRequest) -> tuple[int, ...] | None:
-        """The tokens of a short answer; None if the server does not tell them."""
+        """The tokens of a short greedy output; None if the server does not return token ids."""
         return None
 
     def _offer(self, target: Target, requests: list[LoadRequest]) -> tuple[list[RequestRecord], GeneratorLoad]:
@@ -72,7 +72,7 @@ class RouterArm(ArmUnderTest):
     """A kvferry router that runs already."""
 
     def __init__(self, name: str, address: str, client: Client, kind: Kind = "server") -> None:
-        """Raises KvferryError if it does not answer."""
+        """Raises KvferryError if the router does not respond."""
         self.name, self.kind = name, kind
         self._address, self._client = address, client
         info = client.model_info()
@@ -80,7 +80,7 @@ class RouterArm(ArmUnderTest):
 
     def offer(self, requests: list[LoadRequest], timeout: float) -> Offered:
         """See `ArmUnderTest.offer`. Begins with empty prefix caches."""
-        with suppress(KvferryError):  # not everybody may empty caches; prompts are salted too
+        with suppress(KvferryError):  # needs the admin service; prompts are salted too
             self._client.flush_prefix_cache()
         records, generator = self._offer(GrpcTarget(self._address, timeout), requests)
         return Offered(records, {}, generator)
@@ -140,7 +140,7 @@ class OpenAiArm(ArmUnderTest):
 
 @contextmanager
 def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
-    """All arms' clusters, up and warm."""
+    """The clusters of all arms, started and warmed up."""
     with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as logs, ExitStack() as stack:
         running: list[ArmUnderTest] = []
         for number, arm in enumerate(arms):
@@ -149,7 +149,7 @@ def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
             cluster = stack.enter_context(LocalCluster(config))
             client = stack.enter_context(Client(cluster.address))
             info = client.model_info()
-            for length in (16, 300):  # not measured; other prompts than any that is
+            for length in (16, 300):  # warm-up; these prompts share nothing with measured ones
                 length = min(length, info.max_model_len - 4)
                 prompt = random.Random(length).choices(range(HIGHEST_TOKEN, HIGHEST_TOKEN + 9000), k=length)
                 client.generate([token % info.vocab_size for token in prompt], max_tokens=4).result()
@@ -161,7 +161,7 @@ def running_arms(arms: list[Arm], say: Say) -> Iterator[list[ArmUnderTest]]:
 def running_servers(
     servers: tuple[str, ...], model: str, ignore_eos: bool, chat: bool, api_key: str
 ) -> Iterator[list[ArmUnderTest]]:
-    """Servers that run already, warm. Raises ValueError for one that is no NAME=ADDRESS, or does not answer."""
+    """Servers that run already, warmed up. Raises ValueError for one that is not NAME=ADDRESS or does not respond."""
     with ExitStack() as stack:
         running: list[ArmUnderTest] = []
         for text in servers:

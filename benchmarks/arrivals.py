@@ -33,7 +33,7 @@ def arrival_times(
         raise ValueError(f"--burstiness is {burstiness}; it must be above 0")
     if end_rate is not None and not end_rate > 0:
         raise ValueError(f"--end-rate is {end_rate}; it must be above 0")
-    # A stream of its own: lengths are drawn with the same seed, and must not go up and down with the gaps.
+    # A separate random stream: lengths are drawn with the same seed, and must not correlate with the gaps.
     random = np.random.default_rng((seed, 1))
     match kind:
         case "fixed":

@@ -73,7 +73,7 @@ def _compare(command: CompareCommand, console: Console) -> int:
     )  # fmt: skip
     comparisons = []
     with Progress(console=console, transient=True) as progress:
-        # An upper bound: a search may end earlier.
+        # An upper bound, since a search may end earlier.
         num_arms = len(arms) or len(command.servers)
         total = len(loads) * (num_arms * (command.repeats * (command.trials + 1) + 1)) + num_arms
         task = progress.add_task("starting", total=total)

@@ -47,9 +47,9 @@ class CompareSettings:
     """Requests per second to begin with."""
     seed: int = 0
     salt: int = 0
-    """Of this comparison: its prompts begin as those of no other."""
+    """Of this comparison, so that its prompts share no prefix with those of another."""
     with_timeline: bool = True
-    """Also let a long prompt arrive among running answers."""
+    """Also measure gaps between tokens while a long prompt arrives."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Run:
     """Share of the time that each worker's engine was in a step."""
     records: list[RequestRecord] = field(default_factory=list)
     generator_lag_ms: float = 0.0
-    """How late the load generator looked at times (p99)."""
+    """How late the load generator's event loop woke up (p99)."""
     generator_was_limit: bool = False
 
 
@@ -86,7 +86,7 @@ class ArmResult:
     is_lower_bound: bool = False
     """No measured rate missed the target."""
     timeline: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds, gap in ms) of the answers while one long prompt arrives."""
+    """(seconds, gap between tokens in ms) while one long prompt arrives."""
 
     def at(self, rate: float) -> dict[str, Any]:
         """The numbers of all runs at one rate together."""
@@ -108,7 +108,7 @@ class Comparison:
     slo: Slo
     arms: list[ArmResult]
     equal_outputs: float | None
-    """Share of probe requests that all arms answered with the same tokens; None if not all tell their tokens."""
+    """Share of probe requests with the same output tokens on all arms; None if an arm does not return token ids."""
     kv_bytes_moved: dict[str, int]
     """By arm, over all runs."""
     machine: dict[str, Any]
@@ -142,7 +142,7 @@ def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say
     while shared is not None:
         missing = [None if any(run.rate == shared for run in result.runs) else shared for result in results]
         _measure_all(arms, results, searches, missing, load, settings, say)
-        # What was measured just now may say that an arm does not attain this rate after all.
+        # The new counts may show that an arm does not attain this rate.
         before, shared = shared, _shared_rate(searches)
         if shared == before:
             break
@@ -168,7 +168,7 @@ def compare(arms: list[ArmUnderTest], load: Load, settings: CompareSettings, say
 
 
 def _shared_rate(searches: list[GoodputSearch]) -> float | None:
-    """The highest measured rate that every arm attains, by all that is known now."""
+    """The highest measured rate that every arm attains, by all counts so far."""
     attained = [search.attained.rate if search.attained else None for search in searches]
     return None if None in attained else min(rate for rate in attained if rate is not None)
 
@@ -185,13 +185,13 @@ def _measure_all(
     """Each arm at its rate, if it has one, in turns."""
     trials = [Trial(rate or 0.0, 0, 0) for rate in rates]
     for repeat in range(settings.repeats):
-        for place, (under_test, rate) in enumerate(zip(arms, rates, strict=True)):
+        for index, (under_test, rate) in enumerate(zip(arms, rates, strict=True)):
             if rate is None:
                 continue
             say(f"{load.name}, repeat {repeat + 1} of {settings.repeats}: {under_test.name} at {rate:.2f}/s")
             run, met = _measure(under_test, load, rate, repeat, settings)
-            results[place].runs.append(run)
-            trials[place] += Trial(rate, met, run.summary["offered"])
+            results[index].runs.append(run)
+            trials[index] += Trial(rate, met, run.summary["offered"])
     for search, trial in zip(searches, trials, strict=True):
         if trial.offered:
             search.add(trial)
@@ -217,16 +217,16 @@ def _equal_outputs(arms: list[ArmUnderTest], load: Load, seed: int) -> float | N
     """Each probe alone on each arm: what share has the same tokens everywhere?"""
     longest = min((arm.max_model_len for arm in arms if arm.max_model_len is not None), default=1 << 30)
     probes = cut(load.make(6, seed + 99), longest)
-    answers = [tuple(arm.greedy_tokens(request) for arm in arms) for request in probes]
-    if any(tokens is None for answer in answers for tokens in answer):
+    outputs = [tuple(arm.greedy_tokens(request) for arm in arms) for request in probes]
+    if any(tokens is None for output in outputs for tokens in output):
         return None
-    return sum(len(set(answer)) == 1 for answer in answers) / len(answers)
+    return sum(len(set(output)) == 1 for output in outputs) / len(outputs)
 
 
 def _timeline(
     under_test: ArmUnderTest, settings: CompareSettings, num_streams: int = 4, long_tokens: int = 1500
 ) -> list[tuple[float, float]]:
-    """Gaps between tokens of running answers, while one long prompt arrives after a second."""
+    """Gaps between tokens of running streams, while one long prompt arrives after a second."""
     rng = random.Random(1)
 
     def request(length: int, max_tokens: int, arrival: float) -> LoadRequest:

@@ -1,4 +1,4 @@
-"""Settings of `kvferry bench`. Nothing heavy in here: the command line reads it."""
+"""Settings of `kvferry bench`. Imports nothing slow, since the command line needs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Arrivals = Literal["poisson", "gamma", "fixed", "ramp", "trace", "closed"]
 
 @dataclass(frozen=True)
 class WorkloadOptions:
-    """What is asked: lengths, and what prompts share."""
+    """Prompts and output lengths of a load."""
 
     workload: WorkloadKind | None = None
     """Lengths: drawn (lognormal, uniform, fixed), turns of conversations, or a trace file."""
@@ -29,40 +29,40 @@ class WorkloadOptions:
     prompt_tokens: float = 300
     """Mean prompt length, for drawn lengths; mean message length, for conversations."""
     output_tokens: float = 64
-    """Mean answer length, for drawn lengths."""
+    """Mean output length, for drawn lengths."""
     spread: float = 0.5
     """lognormal: sigma; uniform: half the width as a share of the mean."""
     shared_prefix: int = 0
-    """Tokens with which prompts begin alike, for drawn lengths."""
+    """Length of the prefix that prompts share, for drawn lengths."""
     num_prefixes: int = 1
-    """How many such beginnings there are."""
+    """Number of different shared prefixes."""
     turns: int = 4
     """Turns of each conversation."""
     scale: float = 1.0
-    """Lengths of a trace times this, to fit a model."""
+    """Factor for the lengths of a trace, to fit a model."""
     max_prompt_tokens: int = 1500
     """Longer prompts are cut."""
     max_output_tokens: int = 400
-    """Longer answers are cut."""
+    """Longer outputs are cut."""
 
 
 @dataclass(frozen=True)
 class OpenAiOptions:
-    """How OpenAI-compatible servers are spoken to."""
+    """Requests to OpenAI-compatible servers."""
 
     model: str = ""
     """Model name to ask for."""
     openai_chat: bool = False
-    """Use chat completions, for servers that have no others."""
+    """Use chat completions, for servers that have only those."""
     ignore_eos: bool = True
-    """Exact answer lengths: ask the server to ignore EOS, which not every one knows."""
+    """Exact output lengths: ask the server to ignore EOS, which not every server supports."""
     api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""))
     """Sent as a bearer token. Unset: $OPENAI_API_KEY, if there is one."""
 
 
 @dataclass(frozen=True)
 class RunCommand(WorkloadOptions, OpenAiOptions):
-    """Sends a load to a running endpoint and reports what its client saw."""
+    """Sends a load to a running endpoint and reports what the client measured."""
 
     address: str = "127.0.0.1:50051"
     """host:port of a kvferry router (gRPC)."""
@@ -74,7 +74,7 @@ class RunCommand(WorkloadOptions, OpenAiOptions):
     """Requests to offer, warm-up not counted."""
 
     arrivals: Arrivals = "poisson"
-    """Open loop: poisson, gamma, fixed, ramp or the trace's own times. closed: so many at once."""
+    """Open loop: poisson, gamma, fixed, ramp or the trace's own times. closed: a fixed number in flight."""
     rate: float = 1.0
     """Requests per second, for open loops; inf: all at once."""
     end_rate: MaybeFloat = None
@@ -82,19 +82,19 @@ class RunCommand(WorkloadOptions, OpenAiOptions):
     burstiness: float = 1.0
     """gamma: shape of the gaps; below 1 is more bursty than poisson."""
     speed: float = 1.0
-    """trace: its times run so many times as fast."""
+    """trace: factor by which arrivals are faster."""
     concurrency: int = 8
-    """closed: requests at any time."""
+    """closed: requests in flight."""
 
     warmup: int = 4
-    """Requests sent first and left out; their prompts are others than any that is measured."""
+    """Requests sent first and not measured; their prompts differ from all measured ones."""
     timeout: float = 300.0
     """Deadline of each request in seconds."""
     seed: int = 0
-    """Same seed, same lengths and arrivals."""
+    """The same seed gives the same lengths and arrivals."""
     salt: MaybeNumber = None
-    """Prompts of runs with different salts begin differently, so that no run finds in a server's cache what another has
-    left there. Unset: drawn anew, and told."""
+    """Prompts of runs with different salts begin differently, so that no run hits pages that another run left in a
+    server's cache. Unset: a random one, which the results name."""
     slo_ttft_ms: MaybeMs = None
     """Count requests whose first token came in time ..."""
     slo_tpot_ms: MaybeMs = None
@@ -124,7 +124,7 @@ class ArmsCommand:
     pages_per_worker: int = 2000
     """KV pages of each worker, the same in all arms."""
     seed: int = 0
-    """Same seed, same loads."""
+    """The same seed gives the same loads."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,16 @@ class CompareCommand(WorkloadOptions, ArmsCommand):
     writes report.html, plots and JSON."""
 
     loads: tuple[str, ...] = ("long-prompts", "long-answers", "azure-conv")
-    """Which of our loads: long-prompts, long-answers, mixed, azure-conv. With --workload yours instead."""
+    """Built-in loads: long-prompts, long-answers, mixed, azure-conv. --workload replaces them."""
     servers: tuple[str, ...] = ()
     """Servers that run already, in place of the arms: NAME=host:port for a kvferry router, NAME=http://host:port/v1 for
-    anything with OpenAI's completions. One alone is measured at rising rates."""
+    anything with OpenAI's completions. A single server is measured at rising rates."""
     server_model: str = ""
     """Model name to ask OpenAI-compatible servers for."""
     openai_chat: bool = False
     """Use chat completions of OpenAI-compatible servers."""
     ignore_eos: bool = True
-    """Exact answer lengths: ask OpenAI-compatible servers to ignore EOS, which not every one knows."""
+    """Exact output lengths: ask OpenAI-compatible servers to ignore EOS, which not all support."""
     api_key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""))
     """Sent to OpenAI-compatible servers as a bearer token. Unset: $OPENAI_API_KEY, if there is one."""
     slo_ttft_ms: float = 4000.0
@@ -168,9 +168,9 @@ class MapCommand(ArmsCommand):
     prompt_tokens: tuple[int, ...] = (64, 256, 1024)
     """Prompt lengths."""
     output_tokens: tuple[int, ...] = (8, 32, 128)
-    """Answer lengths."""
+    """Output lengths."""
     slo_factor: float = 4.0
-    """Each cell's SLO: so many times what a lone request takes."""
+    """Each cell's SLO: this factor times the latency of a lone request."""
     seconds: float = 8.0
     """Length of each measured run."""
     repeats: int = 1

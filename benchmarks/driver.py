@@ -1,4 +1,4 @@
-"""Sends a load: open loop (each request at its time, whatever the others do) or closed loop (so many at once)."""
+"""Sends a load: open loop (each request at its arrival time) or closed loop (a fixed number in flight)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.workload import LoadRequest
 
 LOOKS_PER_SECOND = 50
 MOST_LAG_MS = 20.0
-"""A generator that is later than this at times is said to be the limit: it is what people see between tokens."""
+"""A generator whose event loop wakes up later than this is reported as the limit."""
 MOST_CPU_SHARE = 0.9
 START_GAP_SECONDS = 0.001
 """Between the starts of a closed loop's first requests."""
@@ -27,27 +27,27 @@ Progress = Callable[[], object]
 
 @dataclass
 class GeneratorLoad:
-    """How busy the load generator itself was: what it reads late it reports late."""
+    """How busy the load generator itself was: tokens that it reads late are reported late."""
 
     lags: list[float] = field(default_factory=list)
-    """Seconds by which its event loop woke up too late, looked at LOOKS_PER_SECOND times a second."""
+    """Seconds by which its event loop woke up late, sampled LOOKS_PER_SECOND times a second."""
     cpu_share: float = 0.0
     """Of one core."""
 
     @property
     def p99_lag_ms(self) -> float:
-        """All but one in a hundred looks were no later than this."""
+        """99th percentile of the lags, in ms."""
         return float(np.percentile(self.lags, 99)) * 1e3 if self.lags else 0.0
 
     @property
     def is_limit(self) -> bool:
-        """Whether the times that it reports are its own as much as the server's."""
+        """Whether the generator's lag distorts the reported times."""
         return self.p99_lag_ms > MOST_LAG_MS or self.cpu_share > MOST_CPU_SHARE
 
 
 @asynccontextmanager
 async def watched() -> AsyncIterator[GeneratorLoad]:
-    """Notes how busy this process is meanwhile."""
+    """Measures how busy this process is in the meantime."""
     load = GeneratorLoad()
     started, cpu = time.perf_counter(), time.process_time()
 
@@ -90,7 +90,7 @@ async def closed_loop(
     records: list[RequestRecord] = []
 
     async def worker(number: int) -> None:
-        # Not all in one moment: opening hundreds of connections takes time, which would look like the server's.
+        # Staggered: opening hundreds of connections at once takes time that would count as the server's.
         await asyncio.sleep(number * START_GAP_SECONDS)
         for request in waiting:
             record = await _send(target, request, RequestRecord(time.perf_counter()), progress)

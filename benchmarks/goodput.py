@@ -1,8 +1,8 @@
 """Goodput: the highest offered rate at which attainment stays at or above a target. Found by bisection; pure.
 
 The search doubles or halves its rate until one rate attains the target and a higher one does not, then halves the ratio
-between them. The answer comes from all measured rates: attainment can only fall as the rate rises, so the counts are
-smoothed to fall (isotonic regression), and the answer is where a straight line between them crosses the target.
+between them. The result comes from all measured rates: attainment can only fall as the rate rises, so the counts are
+smoothed to fall (isotonic regression), and the result is where a straight line between them crosses the target.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def crossing(counts: Sequence[tuple[float, float, float]], target: float) -> flo
     0 if nothing was measured, or if the share is 0 at every rate.
     """
     rates, shares = [rate for rate, _, _ in counts], falling([(met, offered) for _, met, offered in counts])
-    attained = [place for place, share in enumerate(shares) if share >= target]
+    attained = [index for index, share in enumerate(shares) if share >= target]
     if not attained:
         return rates[0] * (1 - target) / (1 - shares[0]) if shares and shares[0] > 0 else 0.0
     last = attained[-1]

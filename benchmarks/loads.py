@@ -1,4 +1,4 @@
-"""From options of the command line to loads: requests, and when they come."""
+"""From options of the command line to loads: requests and arrival times."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_requests(command: WorkloadOptions, count: int, seed: int) -> list[LoadR
 
 
 def timed(command: RunCommand, requests: list[LoadRequest]) -> list[LoadRequest]:
-    """Each request with its arrival time. Raises ValueError for what does not go together."""
+    """Each request with its arrival time. Raises ValueError for options that exclude each other."""
     if command.arrivals == "closed":
         if command.concurrency < 1:
             raise ValueError(f"--concurrency is {command.concurrency}; it must be at least 1")
@@ -72,7 +72,7 @@ def all_loads() -> dict[str, Load]:
 
 
 def chosen_loads(command: CompareCommand) -> list[Load]:
-    """Raises ValueError for a name that there is not, or a trace that can't be read."""
+    """Raises ValueError for an unknown name, or a trace that can't be read."""
     if command.workload is not None:
         what = f"{command.workload}{f' ({command.trace.name})' if command.trace else ''}"
         if command.workload in ("fixed", "uniform", "lognormal", "conversations"):
@@ -82,7 +82,7 @@ def chosen_loads(command: CompareCommand) -> list[Load]:
         def own(count: int, seed: int) -> list[LoadRequest]:
             requests = make_requests(command, max(count, 1), seed)
             # A trace that is shorter than a run begins again.
-            return [requests[place % len(requests)] for place in range(count)]
+            return [requests[index % len(requests)] for index in range(count)]
 
         return [Load("own", f"{what}, Poisson arrivals", own)]
     known = all_loads()

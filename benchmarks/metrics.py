@@ -1,7 +1,7 @@
-"""From records to numbers. Names as in `vllm bench serve` where it has them; nothing is NaN: what is not known is None.
+"""From records to numbers. Names as in `vllm bench serve` where it has them; an unknown value is None, never NaN.
 
-Attainment counts *offered* requests, so refused and failed ones count as missed; latencies are of those that came to a
-token, throughput is of what was completed.
+Attainment counts *offered* requests, so refused and failed ones count as missed; latencies count requests that got a
+token, throughput counts completed requests.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Slo:
     tpot_ms: float | None = None
 
     def is_met(self, record: RequestRecord) -> bool:
-        """A whole answer, in time. An answer of one token has no TPOT to miss; one of several tokens that came all at
-        once has none to show, and misses."""
+        """Whether the output is complete and in time. An output of one token meets any TPOT limit; an output of several
+        tokens that came all at once has no TPOT, and misses it."""
         if not record.is_ok or record.ttft is None:
             return False
         if self.ttft_ms is not None and record.ttft * 1e3 > self.ttft_ms:
@@ -95,7 +95,7 @@ def _distribution(name: str, seconds: list[float]) -> dict[str, float | None]:
 
 
 def _peak_throughput(records: list[RequestRecord]) -> float | None:
-    """Most output tokens that came within one second."""
+    """Most output tokens received within one second."""
     times = np.sort([t for record in records for t in record.token_times])
     if not len(times):
         return None

@@ -1,4 +1,4 @@
-"""Where results go."""
+"""Files of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path) -> None:
-    """Before a run, not after it. Raises ValueError."""
+    """Checked before a run, so that its results are not lost. Raises ValueError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a"):

@@ -17,7 +17,7 @@ from benchmarks.compare import ArmResult, Comparison
 
 Draw = Callable[[Any, Comparison, "Styles"], None]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000", "#F0E442")
-"""Told apart by colour-blind people too (Okabe and Ito 2008)."""
+"""Distinguishable for colour-blind people too (Okabe and Ito 2008)."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DODGE = 0.012
 """Points of arms at the same rate stand beside each other, by this share of the rate."""
@@ -27,15 +27,15 @@ class Styles:
     """Colour and marker by arm."""
 
     def __init__(self, names: list[str]) -> None:
-        self._places = {name: place for place, name in enumerate(names)}
+        self._indexes = {name: index for index, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        place = self._places[name]
-        return {"color": COLOURS[place % len(COLOURS)], "marker": MARKERS[place % len(MARKERS)]}
+        index = self._indexes[name]
+        return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
 
     def dodged(self, name: str, rate: float) -> float:
         """Where a point of an arm stands on an axis of rates."""
-        return rate * (1 + DODGE * (self._places[name] - (len(self._places) - 1) / 2))
+        return rate * (1 + DODGE * (self._indexes[name] - (len(self._indexes) - 1) / 2))
 
 
 def draw_all(comparison: Comparison) -> dict[str, bytes]:
@@ -79,7 +79,7 @@ def _log_axis(axis: Any, scale: Callable[[str], object]) -> None:
 
 
 def _limit(axes: Any, value: float, text: str, is_upright: bool = False) -> None:
-    """A line that says what it is."""
+    """A labelled line at a limit."""
     (axes.axvline if is_upright else axes.axhline)(value, color="#444444", linestyle=":", linewidth=1.2)
     if is_upright:
         axes.text(value, 0.02, f" {text}", transform=axes.get_xaxis_transform(), color="#444444", fontsize=10)
@@ -153,7 +153,7 @@ def _timeline(axes: Any, comparison: Comparison, styles: Styles) -> None:
             times, gaps = zip(*result.timeline, strict=True)
             style = styles[result.name] | {"markersize": 4, "alpha": 0.7}
             axes.plot(times, gaps, linestyle="", label=result.name, **style)
-    axes.set(title="Four answers; then a prompt of 1,500 tokens", xlabel="time, s", ylabel="gap between tokens, ms")
+    axes.set(title="Four streams; then a prompt of 1,500 tokens", xlabel="time, s", ylabel="gap between tokens, ms")
     _log_axis(axes.yaxis, axes.set_yscale)
     _limit(axes, 1.0, "the prompt arrives", is_upright=True)
     _legend(axes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RequestRecord:
-    """One offered request, whatever became of it."""
+    """One offered request, completed or not."""
 
     scheduled: float
     """When it should have been sent."""
@@ -24,13 +24,13 @@ class RequestRecord:
     cached_tokens: int = 0
     kv_bytes: int = 0
     token_ids: tuple[int, ...] = ()
-    """Empty if the server does not tell."""
+    """Empty if the server does not return them."""
     counts_messages: bool = False
-    """The server did not say how many tokens a message has, so each was taken for one."""
+    """The server did not report tokens per message, so each message counts as one token."""
 
     @property
     def is_ok(self) -> bool:
-        """Whether the whole answer came, and anything in it."""
+        """Whether the output is complete and not empty."""
         return self.status == "OK" and self.output_tokens > 0
 
     @property
@@ -40,7 +40,7 @@ class RequestRecord:
 
     @property
     def e2e(self) -> float | None:
-        """Seconds from sending to the last token of a whole answer."""
+        """Seconds from sending to the last token of a complete output."""
         return self.token_times[-1] - self.sent if self.is_ok and self.token_times else None
 
     @property
@@ -50,8 +50,8 @@ class RequestRecord:
 
     @property
     def tpot(self) -> float | None:
-        """(E2E - TTFT) / (output tokens - 1), one number per request; None for fewer than two tokens, and for an answer
-        that came all at once: its tokens have no times of their own."""
+        """(E2E - TTFT) / (output tokens - 1), one number per request; None for fewer than two tokens, and for an
+        output that came all at once, whose tokens have no separate times."""
         if not self.is_ok or self.output_tokens < 2 or len(set(self.token_times)) < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (self.output_tokens - 1)

@@ -24,7 +24,7 @@ ARM_COLUMNS = (
 def write_report(comparisons: list[Comparison], folder: Path) -> Path:
     """Writes everything into a folder. Returns the page."""
     folder.mkdir(parents=True, exist_ok=True)
-    # The numbers first: whatever goes wrong with a picture, they are not lost.
+    # Numbers first, so that they are not lost if a plot fails.
     (folder / "report.json").write_text(json.dumps([_as_json(c) for c in comparisons], indent=1, allow_nan=False))
     items = []
     for comparison in comparisons:

@@ -1,4 +1,4 @@
-"""`kvferry bench run`: one load on one endpoint, and what its client saw."""
+"""`kvferry bench run`: one load on one endpoint, measured at the client."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def run(command: RunCommand, console: Console) -> int:
     console.print(summary_table(described))
     if generator.is_limit:
         console.print(
-            f"The load generator was the limit: it looked {generator.p99_lag_ms:.0f} ms late (p99) and used "
-            f"{generator.cpu_share:.0%} of a core. These times are its own as much as the server's.",
+            f"The load generator was the limit: its event loop woke up {generator.p99_lag_ms:.0f} ms late (p99) "
+            f"and it used {generator.cpu_share:.0%} of a core. The latencies include its own lag.",
             highlight=False,
         )
     for record in [r for r in records if not r.is_ok][:3]:
@@ -102,7 +102,7 @@ def run(command: RunCommand, console: Console) -> int:
 
 
 def _write(path: Path, content: str) -> None:
-    """What was measured is not lost, whatever became of the path meanwhile."""
+    """Writes the results, or prints them if the path can't be written."""
     try:
         path.write_text(content)
     except OSError as error:

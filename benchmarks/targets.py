@@ -1,4 +1,4 @@
-"""What a load can be sent to: a kvferry router over gRPC, or any server that speaks OpenAI's completions over HTTP."""
+"""Servers under load: a kvferry router over gRPC, or any server with OpenAI's completions over HTTP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Target(Protocol):
     ) -> None: ...
 
     async def send(self, request: LoadRequest, record: RequestRecord) -> None:
-        """Sends a request and notes in `record` what came. Never raises for what the server does."""
+        """Sends a request and fills in `record`. Never raises for a server's failure."""
         ...
 
 
@@ -42,7 +42,7 @@ class GrpcTarget:
         try:
             self._vocab_size = (await self._client.model_info()).vocab_size
         except KvferryError:
-            self._vocab_size = HIGHEST_TOKEN  # each request will tell what is wrong
+            self._vocab_size = HIGHEST_TOKEN  # each request will fail with the reason
         return self
 
     async def __aexit__(
@@ -73,7 +73,7 @@ class GrpcTarget:
             record.prompt_tokens, record.output_tokens = result.usage.prompt_tokens, result.usage.completion_tokens
             record.cached_tokens, record.kv_bytes = result.usage.cached_tokens, result.kv_transfer.bytes
             if not record.output_tokens:
-                record.status = "empty answer"
+                record.status = "empty output"
         record.ended = time.perf_counter()
 
 
@@ -89,7 +89,7 @@ class OpenAiTarget:
         chat: bool = False,
         api_key: str = "",
     ) -> None:
-        """base_url: for example http://127.0.0.1:8000/v1. ignore_eos: send that field, which not every server knows.
+        """base_url: for example http://127.0.0.1:8000/v1. ignore_eos: send that field, which not every server supports.
 
         api_key: sent as a bearer token, if given.
         """
@@ -124,7 +124,7 @@ class OpenAiTarget:
         url = f"{self._base_url}/{'chat/completions' if self._chat else 'completions'}"
         record.sent = time.perf_counter()
         record.counts_messages = True
-        answer = _Answer(record)
+        reader = _EventReader(record)
         try:
             async with asyncio.timeout(self._timeout), self._client.post(url, json=body) as response:
                 if response.status != 200:
@@ -137,18 +137,18 @@ class OpenAiTarget:
                     now = time.perf_counter()
                     *events, buffer = (buffer + block).replace(b"\r\n", b"\n").split(b"\n\n")
                     for event in events:
-                        answer.read(event, now)
-                answer.read(buffer, time.perf_counter())
+                        reader.read(event, now)
+                reader.read(buffer, time.perf_counter())
         except (aiohttp.ClientError, ValueError, TimeoutError, OSError) as error:
             record.status, record.error = type(error).__name__, str(error)
         else:
-            answer.end()
+            reader.end()
         finally:
             record.ended = time.perf_counter()
 
 
-class _Answer:
-    """What the events of one answer say."""
+class _EventReader:
+    """Reads the events of one response."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -156,7 +156,7 @@ class _Answer:
         self._is_whole = False
 
     def read(self, event: bytes, now: float) -> None:
-        """One event, or what stands between two. Raises ValueError for data that is no JSON object."""
+        """One event, or the text between two. Raises ValueError for data that is not a JSON object."""
         for line in event.split(b"\n"):
             if not line.startswith(b"data:"):
                 continue
@@ -176,7 +176,7 @@ class _Answer:
                 self._record.token_times.append(now)
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """The response has ended."""
         record, usage = self._record, self._usage
         if record.status:
             return
@@ -187,14 +187,14 @@ class _Answer:
         record.cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         record.counts_messages = record.output_tokens != len(record.token_times)
         if record.status == "OK" and not record.output_tokens:
-            record.status = "empty answer"
+            record.status = "empty output"
 
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """Whether an event brought anything generated: text of any kind, or a piece of a tool call. A first event with
+    """Whether an event has generated output: text of any kind, or a piece of a tool call. A first event with
     only a role, or with fields that are null or empty, did not."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text") or delta.get("tool_calls") or any(delta.get(name) for name in _TEXTS))

@@ -104,7 +104,7 @@ def _json_lines(path: Path, count: int | None) -> Iterator[tuple[str, dict[str, 
     text = path.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         try:
-            rows = [(f"{path}, entry {place}", row) for place, row in enumerate(json.loads(text), 1)]
+            rows = [(f"{path}, entry {number}", row) for number, row in enumerate(json.loads(text), 1)]
         except ValueError as error:
             raise ValueError(f"{path}: is no JSON array: {error}") from error
     else:

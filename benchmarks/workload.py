@@ -1,4 +1,4 @@
-"""What is asked: prompts, answer lengths and, for traces, when. Made from a seed, so that every arm gets the same.
+"""Prompts, output lengths and, for traces, arrival times. Made from a seed, so that every arm gets the same load.
 
 Prompts are token ids. Contents are synthetic: what matters is which prompts begin alike, so equal `hash_ids` of a
 Mooncake trace become equal blocks of tokens, turns of a conversation begin with the turns before, all else is drawn.
@@ -25,9 +25,9 @@ class LoadRequest:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    """Exact length of the answer: EOS is ignored."""
+    """Exact length of the output: EOS is ignored."""
     arrival: float | None = None
-    """Seconds from the start, if the workload says when."""
+    """Seconds from the start, if the workload has arrival times."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +67,22 @@ def synthetic(
 def conversations(count: int, turns: int, message: Lengths, output: Lengths, seed: int) -> list[LoadRequest]:
     """`count` requests of conversations of `turns` turns, one turn of each after the other.
 
-    A turn's prompt is the conversation so far; answers in it are synthetic, so that prompts do not depend on the model.
+    A turn's prompt is the conversation so far; outputs in it are synthetic, so that prompts do not depend on the model.
     """
     random = np.random.default_rng(seed)
     talks: list[tuple[int, ...]] = [()] * -(-count // turns)
     requests: list[LoadRequest] = []
     for _ in range(turns):
-        for place, talk in enumerate(talks):
+        for index, talk in enumerate(talks):
             [num_message], [num_output] = message.draw(random, 1), output.draw(random, 1)
             prompt = talk + random_tokens(random, num_message)
             requests.append(LoadRequest(prompt, num_output))
-            talks[place] = prompt + random_tokens(random, num_output)
+            talks[index] = prompt + random_tokens(random, num_output)
     return requests[:count]
 
 
 def salted(requests: Iterable[LoadRequest], salt: int) -> list[LoadRequest]:
-    """The same load with other beginnings, so that no server finds in its cache what an earlier run has left there.
+    """The same load with other beginnings, so that no server hits pages that an earlier run left in its cache.
 
     All prompts get the same few first tokens: what was shared within the run stays shared, and nothing else is.
     """
@@ -117,7 +117,7 @@ def fitted(prompt: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
 
 
 def cut(requests: Iterable[LoadRequest], max_model_len: int) -> list[LoadRequest]:
-    """Prompts cut so that prompt and answer fit a model."""
+    """Prompts cut so that prompt and output fit a model."""
     return [replace(r, prompt=r.prompt[: max(1, max_model_len - r.max_tokens)]) for r in requests]
 
 
@@ -133,5 +133,5 @@ _WORDS = tuple(_SOME_WORDS.split())
 
 
 def random_tokens(random: np.random.Generator, count: int) -> tuple[int, ...]:
-    """So many ids."""
+    """`count` random token ids."""
     return tuple(map(int, random.integers(LOWEST_TOKEN, HIGHEST_TOKEN, count)))

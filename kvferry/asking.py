@@ -1,4 +1,4 @@
-"""The commands that ask a running router: generate, chat, status."""
+"""The commands that send requests to a running router: generate, chat, status."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvferry.commands import ChatCommand, GenerateCommand, StatusCommand
 
 
 def _failed(error: Exception, address: str) -> int:
-    """Says what went wrong, and what to do if nothing listens. Returns the exit code."""
+    """Prints the error, and a hint if nothing listens at the address. Returns the exit code."""
     message = str(error)
     if "Trying to connect an http1.x server" in message:
-        message = f"UNAVAILABLE: {address} speaks HTTP; give the gRPC port as --address (50051 with `kvferry up`)"
+        message = f"UNAVAILABLE: {address} serves HTTP; give the gRPC port as --address (50051 with `kvferry up`)"
     if message.startswith("UNAVAILABLE: failed to connect") and "refused" in message:
-        message = f"UNAVAILABLE: no router answers at {address}; start one with `kvferry up`, or give --address"
+        message = f"UNAVAILABLE: no router listens at {address}; start one with `kvferry up`, or give --address"
     print(f"kvferry: error: {message}", file=sys.stderr)
     return 1
 
@@ -31,12 +31,12 @@ def _connect(command: GenerateCommand | ChatCommand | StatusCommand) -> Client:
 
 
 def run_generate(command: GenerateCommand) -> int:
-    """Sends the prompt and shows the answer as it comes. Returns the exit code."""
+    """Sends the prompt and streams the output. Returns the exit code."""
     text = command.prompt
     if text == "-":
         if sys.stdin.isatty():
-            print("kvferry: type the prompt; Ctrl-D on a line of its own ends it", file=sys.stderr)
-        # The newline that `echo` adds is no part of a question, and small models do not take it well.
+            print("kvferry: type the prompt, then press Ctrl-D on an empty line", file=sys.stderr)
+        # The newline that `echo` adds does not belong to the prompt, and makes the output of small models worse.
         text = sys.stdin.buffer.read().decode("utf-8", "replace").rstrip("\r\n")
     try:
         with _connect(command) as client:
@@ -64,14 +64,14 @@ def run_generate(command: GenerateCommand) -> int:
                 print()
             results = stream.results()
     except (KvferryError, ValueError, OSError) as error:
-        # OSError: the CA's file. ValueError: a number that the wire has no room for.
+        # OSError: the CA's file can't be read. ValueError: a number does not fit its protobuf field.
         return _failed(error, command.address)
     except KeyboardInterrupt:
         return 130
     if command.json:
-        answers = [dataclasses.asdict(result) for result in results]
-        shown = answers[0] if command.n == 1 else answers
-        # A token's bytes need not be characters; JSON has only those.
+        completions = [dataclasses.asdict(result) for result in results]
+        shown = completions[0] if command.n == 1 else completions
+        # The bytes of a token may be invalid UTF-8, which JSON can't hold.
         print(json.dumps(shown, ensure_ascii=False, indent=2, default=lambda raw: raw.decode("utf-8", "replace")))
     elif command.n > 1:
         for result in results:
@@ -80,7 +80,7 @@ def run_generate(command: GenerateCommand) -> int:
 
 
 def run_chat_command(command: ChatCommand) -> int:
-    """Talks until the user ends it. Returns the exit code."""
+    """Runs a chat until the user ends it. Returns the exit code."""
     from kvferry.chat import Conversation, run_chat
 
     options = {
@@ -116,10 +116,10 @@ def run_status(command: StatusCommand) -> int:
             f"{worker.hit_rate:.0%}",
             f"{worker.last_seen_ms / 1e3:.1f} s",
         )
-    # As wide as it needs to be where nobody looks at it: in a pipe.
+    # Output to a pipe is not cut to a terminal's width.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
     for worker in status.workers:
         if worker.reason:
             print(f"{worker.worker_id or worker.address}: {worker.reason}")
-    print("pages: free + cached / all; queued: time for prompts sent there; hits: prompt tokens found in its cache")
+    print("pages: free + cached / total; queued: time for its prompts; hits: prompt tokens found in its prefix cache")
     return 0

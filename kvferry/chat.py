@@ -1,4 +1,4 @@
-"""`kvferry chat`: a conversation at the keyboard, or line by line from a pipe."""
+"""`kvferry chat`: an interactive conversation, or one message per line from a pipe."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.model_store import cache_folder
 from kvferry.client import Client, KvferryError
 
 HELP = """\
-/help            this
+/help            show this help
 /clear           forget the conversation; the system message stays
-/system TEXT     set the system message, and begin anew; without TEXT there is none
+/system TEXT     start a new conversation with this system message; without TEXT, with none
 /exit, Ctrl-D    end
-Ctrl-C           stop an answer, or drop what is typed
-Alt-Enter        a new line within a message; pasted lines are one message
-Up, Down         what was said before"""
+Ctrl-C           stop the output, or clear the input line
+Alt-Enter        insert a line break; pasted lines form one message
+Up, Down         browse earlier messages"""
 
 
 class Conversation:
@@ -31,33 +31,33 @@ class Conversation:
         self.turns: list[dict[str, str]] = []
 
     def messages(self) -> list[dict[str, str]]:
-        """As they are sent."""
+        """All messages of the next request, the system message first."""
         return ([{"role": "system", "content": self.system}] if self.system else []) + self.turns
 
     def command(self, line: str) -> str | None:
-        """Does what a line that begins with / says. Returns what to show; None: end."""
+        """Runs a line that begins with /. Returns the text to show; None ends the chat."""
         name, _, rest = line.partition(" ")
         match name:
             case "/help":
                 return HELP
             case "/clear":
                 self.turns.clear()
-                return "forgotten"
+                return "conversation cleared"
             case "/system":
                 self.system = rest.strip()
                 self.turns.clear()
-                return "a new conversation, with that system message" if self.system else "a new conversation"
+                return "new conversation with this system message" if self.system else "new conversation"
             case "/exit" | "/quit":
                 return None
-        return f"there is no {name}; /help shows what there is. A message that begins with / can begin with a space."
+        return f"unknown command {name}; /help lists the commands. A message may begin with a space and /."
 
 
 def run_chat(client: Client, conversation: Conversation, options: dict[str, Any]) -> int:
-    """Talks until the input ends. options: of `Client.generate`. Returns the exit code."""
+    """Runs a chat until the input ends. options: of `Client.generate`. Returns the exit code."""
     console = Console(highlight=False)
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        console.print("Enter sends, /help shows more, Ctrl-D ends.", style="dim")
+        console.print("Enter sends a message, /help lists the commands, Ctrl-D ends the chat.", style="dim")
     for line in _lines(is_terminal):
         if not line.strip():
             continue
@@ -67,13 +67,13 @@ def run_chat(client: Client, conversation: Conversation, options: dict[str, Any]
                 break
             console.print(Text(shown, "dim"))
             continue
-        _answer(client, conversation, line.strip(), options, console)
+        _send(client, conversation, line.strip(), options, console)
     return 0
 
 
-def _answer(client: Client, conversation: Conversation, said: str, options: dict[str, Any], console: Console) -> None:
-    """One turn. What failed or was stopped is no part of the conversation."""
-    conversation.turns.append({"role": "user", "content": said})
+def _send(client: Client, conversation: Conversation, message: str, options: dict[str, Any], console: Console) -> None:
+    """One turn. A failed or stopped turn is removed from the conversation."""
+    conversation.turns.append({"role": "user", "content": message})
     console.print("model> ", style="bold green", end="")
     stream = client.generate(conversation.messages(), **options)
     try:
@@ -94,7 +94,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
     if not is_terminal:
         with contextlib.suppress(KeyboardInterrupt):
             for raw in sys.stdin.buffer:
-                # Whatever bytes come: what is no UTF-8 is shown as that.
+                # Invalid UTF-8 is replaced, so that it does not end the chat.
                 yield raw.decode("utf-8", "replace").rstrip("\r\n")
         return
     read = _line_editor()
@@ -109,7 +109,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _line_editor() -> Callable[[], str]:
-    """Reads a message with line editing, history over sessions, and pasted lines as one message."""
+    """Reads a message with line editing, history across sessions, and pasted lines as one message."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.formatted_text import FormattedText
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory

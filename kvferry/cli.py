@@ -23,8 +23,9 @@ from worker_runtime.config import WorkerConfig
 
 DESCRIPTION = """Serves a large language model: prefill workers compute prompts, decode workers generate the tokens.
 
-`kvferry up` starts everything on this machine; then ask with `kvferry generate "..."`, talk with `kvferry chat`, look
-with `kvferry status`. `kvferry demo` shows it once. The processes by themselves: router, prefill, decode, colocated."""
+`kvferry up` starts everything on this machine. `kvferry generate "..."` sends a prompt, `kvferry chat` starts a
+conversation, `kvferry status` shows the workers. `kvferry demo` runs one example. `router`, `prefill`, `decode` and
+`colocated` each start a single process."""
 
 
 def main() -> None:
@@ -61,13 +62,13 @@ def main() -> None:
 
 
 def _serve(config: RouterConfig | WorkerConfig) -> None:
-    """One of the processes, until it ends."""
+    """Runs one process until it ends."""
     if isinstance(config, RouterConfig):
         name = config.served_model_name or Path(config.model).name
         folder = _folder_of(config.model, with_weights=False)
         config = dataclasses.replace(config, model=folder, served_model_name=name)
     else:
-        # Before anything heavy is imported, so that a typo is told at once.
+        # Checked before torch is imported, so that a typo is reported at once.
         engine = dataclasses.replace(config.engine, model=_folder_of(config.engine.model))
         config = dataclasses.replace(config, engine=engine)
     match config:
@@ -90,7 +91,7 @@ def _serve(config: RouterConfig | WorkerConfig) -> None:
 
 
 def _run(command: object) -> int:
-    """Any other command. Returns the exit code."""
+    """Runs any other command. Returns the exit code."""
     match command:
         case BenchCommand():
             try:
@@ -120,7 +121,7 @@ def _run(command: object) -> int:
             from kvferry.demo import run_demo
 
             return run_demo(command.model, command.max_tokens)
-    raise TypeError(f"{command!r} is no command")
+    raise TypeError(f"{command!r} is not a command")
 
 
 def _exit_with(message: str) -> NoReturn:

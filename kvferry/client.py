@@ -1,4 +1,4 @@
-"""The Python client: plain and async, streaming iterators, typed results, errors as exceptions. No torch in here.
+"""The Python client: plain and async, streaming iterators, typed results, errors as exceptions. Does not import torch.
 
 with Client("127.0.0.1:50051") as client:
     stream = client.generate("Once upon a time", max_tokens=50)

@@ -1,4 +1,4 @@
-"""What can be said on the command line, and what each command is for. Nothing heavy in here."""
+"""The commands and their options. Imports neither torch nor gRPC."""
 
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ class UpCommand:
         self.cluster()
 
     def cluster(self) -> ClusterConfig:
-        """All settings as one. Raises ValueError for those that do not go together."""
+        """All settings as one. Raises ValueError for settings that exclude each other."""
         groups = (self.serving, self.workers, self.scheduling, self.addresses, self.output)
         return ClusterConfig(**{name: value for group in groups for name, value in vars(group).items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConnection:
-    """Where the router is, and how it is spoken to."""
+    """Address of the router, and TLS."""
 
     address: str = DEFAULT_ADDRESS
     """host:port of the router."""
     tls_ca: MaybeFile = None
-    """PEM file of the CA of the router's certificate. Any of these makes it TLS; all unset: in the clear."""
+    """PEM file of the CA of the router's certificate. Any --tls option turns TLS on; with all unset the connection
+    is plaintext."""
     tls_name: MaybeText = None
-    """Name that the certificate has to be valid for; those of kvferry's processes are for "kvferry". Unset: the host
-    of the address."""
+    """Name that the router's certificate must be valid for. Certificates of kvferry's processes are valid for
+    "kvferry". Unset: the host of the address."""
     tls_cert: MaybeFile = None
-    """PEM file of a certificate of one's own, for routers with --tls-clients verified."""
+    """PEM file of the client's certificate, for routers with --tls-clients verified."""
     tls_key: MaybeFile = None
-    """PEM file of its key."""
+    """PEM file of the key of the client's certificate."""
 
     def __post_init__(self) -> None:
         if self.address.startswith(("http://", "https://")):
@@ -59,12 +60,12 @@ class RouterConnection:
 
 @dataclass(frozen=True)
 class GenerateCommand(RouterConnection):
-    """Sends a prompt to a running router and streams the answer."""
+    """Sends a prompt to a running router and streams the output."""
 
     prompt: Positional[str] = "-"
-    """The prompt; "-", or nothing, reads standard input."""
+    """The prompt. Unset or "-": read from standard input."""
     chat: bool = True
-    """Send it as a user's message through the model's chat template; --no-chat sends plain text."""
+    """Send the prompt as a user message through the model's chat template. --no-chat sends it as plain text."""
     max_tokens: MaybeNumber = 256
     """Most output tokens."""
     temperature: float = 0.0
@@ -76,41 +77,41 @@ class GenerateCommand(RouterConnection):
     min_p: MaybeFloat = None
     """Keep tokens at least this fraction as likely as the likeliest."""
     repetition_penalty: MaybeFloat = None
-    """Above 1 makes tokens that prompt or answer have less likely."""
+    """Above 1: tokens that are in the prompt or output become less likely."""
     presence_penalty: MaybeFloat = None
-    """Above 0 makes tokens that the answer has less likely."""
+    """Above 0: tokens that are in the output become less likely."""
     frequency_penalty: MaybeFloat = None
-    """Above 0 makes tokens less likely with each time the answer has them."""
+    """Above 0: tokens become less likely with each occurrence in the output."""
     seed: MaybeNumber = None
-    """Same seed, same answer."""
+    """The same seed gives the same output."""
     n: int = 1
-    """Number of answers; printed one after the other."""
+    """Number of completions, printed one after another."""
     num_logprobs: MaybeNumber = None
-    """With --json: log-probabilities of the tokens, and of so many likeliest ones."""
+    """With --json: log-probabilities of the sampled tokens and of this many likeliest tokens."""
     min_tokens: MaybeNumber = None
-    """Tokens before the answer may end."""
+    """Least output tokens."""
     stop: tuple[str, ...] = ()
-    """End when the text contains one of these."""
+    """The output ends at any of these strings."""
     timeout: MaybeSeconds = None
-    """Seconds for queue, prefill, transfer and decode together."""
+    """Deadline in seconds for queue, prefill, transfer and decode together."""
     json: bool = False
-    """Print text, token ids, usage, timings and KV bytes as JSON at the end instead of streaming."""
+    """Print text, token ids, usage, timings and KV bytes as JSON at the end, instead of streaming."""
 
 
 @dataclass(frozen=True)
 class ChatCommand(RouterConnection):
-    """Talks to a running router; /help shows what there is, Ctrl-D ends."""
+    """Chats with the model of a running router; /help lists the commands, Ctrl-D ends."""
 
     system: str = ""
-    """A system message to begin with."""
+    """System message of the conversation."""
     max_tokens: int = 512
-    """Most tokens of each answer."""
+    """Most output tokens of each turn."""
     temperature: float = 0.7
     """0 is greedy."""
     top_p: MaybeFloat = 0.9
     """Keep the smallest set of tokens whose probability reaches this."""
     seed: MaybeNumber = None
-    """Same seed, same answers."""
+    """The same seed gives the same output."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,14 @@ class ModelsCommand:
     """Lists prepared models, or prepares one."""
 
     action: Positional[Literal["list", "prepare"]] = "list"
-    """What to do."""
+    """List the prepared models, or prepare one."""
     model: Positional[str] = DEFAULT_MODEL
-    """What to prepare: name of a built-in model, a GGUF file, a hub id."""
+    """The model to prepare: name of a built-in model, a GGUF file, a hub id."""
 
 
 @dataclass(frozen=True)
 class DemoCommand:
-    """Starts a cluster, asks it about a long text, shows where the time went, and stops it."""
+    """Starts a cluster, sends one long prompt, shows the time of each stage, and stops the cluster."""
 
     model: str = DEFAULT_MODEL
     """Name of a built-in model, folder, GGUF file or hub id."""

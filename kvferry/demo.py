@@ -1,4 +1,4 @@
-"""`kvferry demo`: one long prompt through both tiers of a cluster of its own, and where the time went."""
+"""`kvferry demo`: starts a cluster, sends one long prompt, and shows the time of each stage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ QUESTION = "\n\nWhat is the name of the island?"
 STAGES = (
     ("queued", "in the router's queue"),
     ("reserved", "pages set aside by the decode worker"),
-    ("prefill_started", "first chunk begins"),
-    ("prefill_finished", "last chunk done, first token chosen"),
-    ("first_token", "first token handed to the client"),
-    ("transfer_finished", "every KV page is in the decode worker"),
-    ("decode_started", "first decode step begins"),
-    ("finished", "last token chosen"),
+    ("prefill_started", "first chunk started"),
+    ("prefill_finished", "last chunk computed, first token sampled"),
+    ("first_token", "first token sent to the client"),
+    ("transfer_finished", "every KV page written to the decode worker"),
+    ("decode_started", "first decode step started"),
+    ("finished", "last token sampled"),
 )
 
 
@@ -67,7 +67,7 @@ def _stage_table(result: Result) -> Table:
 
 def _transfer_table(result: Result) -> Table:
     moved = result.kv_transfer
-    table = Table("what", "value", title="its KV")
+    table = Table("what", "value", title="KV transfer")
     share = moved.bytes_while_computing / moved.bytes if moved.bytes else 0.0
     for what, value in (
         ("prompt tokens", f"{result.usage.prompt_tokens}"),

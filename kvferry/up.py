@@ -1,4 +1,4 @@
-"""`kvferry up`: a cluster on this machine, until it is told to stop."""
+"""`kvferry up`: runs a cluster on this machine until a signal stops it."""
 
 from __future__ import annotations
 
@@ -12,50 +12,52 @@ from local_cluster.config import ClusterConfig
 from local_cluster.process import StartFailed
 
 RESTART_PAUSE_SECONDS = 2.0
-"""Before a worker that could not be started again is tried once more."""
+"""Pause after a failed restart of a worker, before the next try."""
 
 
 def run_up(config: ClusterConfig) -> int:
-    """Until it is told to stop, or the router ends. Returns the exit code."""
+    """Runs until a signal comes or the router ends. Returns the exit code."""
     stop = threading.Event()
     cluster = LocalCluster(config)
 
     def on_signal(*_: object) -> None:
         if stop.is_set():
-            cluster.kill()  # it was said twice
+            cluster.kill()  # a second signal skips the drain
         stop.set()
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, on_signal)
-    code, said = 0, ""
+    code, message = 0, ""
     kinds = (("prefill", config.num_prefill), ("decode", config.num_decode), ("colocated", config.num_colocated))
     workers = " and ".join(f"{number} {kind}" for kind, number in kinds if number)
     print(f"kvferry: starting a router and {workers} worker(s) for {config.model}", file=sys.stderr, flush=True)
     try:
         cluster.start(stop.is_set)
         http = cluster.find("router").info["http"]
-        print(f"kvferry: ready on {cluster.address} and {http}/v1; Ctrl-C ends it", file=sys.stderr, flush=True)
+        print(
+            f"kvferry: ready on {cluster.address} and {http}/v1; Ctrl-C stops the cluster", file=sys.stderr, flush=True
+        )
         while not stop.wait(0.2):
             if (dead := cluster.dead()) is None:
                 continue
-            said = f"{dead.name} ended with code {dead.popen.returncode}"
+            message = f"{dead.name} ended with code {dead.popen.returncode}"
             if dead.name == "router":
                 code = 1
                 break
-            print(f"kvferry: {said}; starting it again", file=sys.stderr, flush=True)
+            print(f"kvferry: {message}; restarting the worker", file=sys.stderr, flush=True)
             try:
                 cluster.restart_worker(dead, stop.is_set)
             except StartFailed as error:
-                # Whatever it is may be over the next time; the rest goes on meanwhile.
+                # The cause may be temporary, and the other processes continue.
                 print(f"kvferry: {error}", file=sys.stderr, flush=True)
                 stop.wait(RESTART_PAUSE_SECONDS)
-            said = ""
+            message = ""
     except (StartFailed, ModelUnavailable) as error:
         if not stop.is_set():
-            code, said = 2, str(error)
+            code, message = 2, str(error)
     finally:
         cluster.stop()
-    if said:
-        # Last, so that it is not buried under the log of processes that end.
-        print(f"kvferry: error: {said}", file=sys.stderr)
+    if message:
+        # Printed last, after the logs of the processes that end.
+        print(f"kvferry: error: {message}", file=sys.stderr)
     return code

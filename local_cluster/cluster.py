@@ -1,7 +1,7 @@
 """A whole cluster on one machine: workers and router as processes on loopback.
 
-Processes are pinned to disjoint cores where there are enough. Each child holds the read end of a pipe of its own;
-when this process dies, however it dies, the pipes close and the children end.
+Processes are pinned to disjoint cores where there are enough. Each child holds the read end of its own pipe.
+When this process dies, for any reason, the pipes close and the children end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from worker_runtime.config import WorkerConfig
 
 ROUTER_STOP_SECONDS = 5.0
 STOP_SECONDS = 20.0
-"""Most time for workers without a router: nobody wants anything of them any more."""
+"""Most time for workers to stop: without a router they have no requests to finish."""
 
 
 class LocalCluster:
@@ -44,8 +44,8 @@ class LocalCluster:
     ) -> None:
         """log: where prefixed log lines go if there is no log_dir; default standard error.
 
-        commands: what to run in place of `kvferry`, by process name: for workers that are to fail on purpose, or to run
-        in another network.
+        commands: what to run in place of `kvferry`, by process name: for tests with faulty workers, or with
+        workers in another network.
         """
         self.config = config
         self._commands = dict(commands or {})
@@ -75,13 +75,13 @@ class LocalCluster:
         return self.find("router").address
 
     def find(self, name: str) -> Process:
-        """The youngest process of a name: "router", "prefill-0", "decode-1"."""
+        """The process of this name that was started last: "router", "prefill-0", "decode-1"."""
         return next(process for process in reversed(self.processes) if process.name == name)
 
     def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
         """Starts everything and waits until the router is ready. Raises ModelUnavailable or StartFailed.
 
-        give_up: asked while waiting; True ends the start with StartFailed.
+        give_up: called while waiting; True ends the start with StartFailed.
         """
         self._give_up = give_up
         if self.config.log_dir is not None:
@@ -98,7 +98,7 @@ class LocalCluster:
         write_ready_file(self.config.ready_file, self.describe())
 
     def _check_ports(self) -> None:
-        """Before workers load a model for a router that can't listen. Raises StartFailed."""
+        """Checked before workers load a model, which takes time. Raises StartFailed."""
         for flag, port in (("--port", self.config.port), ("--http-port", self.config.router_http_port)):
             try:
                 try_port(flag, "127.0.0.1", port)
@@ -106,7 +106,7 @@ class LocalCluster:
                 raise StartFailed(str(error)) from error
 
     def start_worker(self, tier: Tier, index: int, *flags: str, port: int = 0) -> Process:
-        """Starts one worker; `wait_ready` waits for it. flags: beyond those of the cluster's settings."""
+        """Starts one worker without waiting for it. flags: in addition to those of the cluster's settings."""
         config, name = self.config, f"{tier}-{index}"
         position = sum(config.number_of(before) for before in TIERS[: TIERS.index(tier)]) + index
         cpus, threads = share_of_cores(position, config.num_workers)
@@ -116,18 +116,18 @@ class LocalCluster:
         return self.start_process(name, tier, worker, flags)
 
     def restart_worker(self, dead: Process, give_up: Callable[[], bool] = lambda: False) -> Process:
-        """Starts a worker that ended again, at the same address. Raises StartFailed."""
+        """Restarts a worker that ended, at the same address. Raises StartFailed."""
         self._give_up = give_up
         self.forget(dead)
         tier, _, index = dead.name.rpartition("-")
         process = self.start_worker(cast(Tier, tier), int(index), port=int(dead.address.rpartition(":")[2]))
-        process.info = {"address": dead.address}  # for another try, if this one does not get ready
+        process.info = {"address": dead.address}  # needed to retry, if this start fails
         self.wait_ready(process)
         write_ready_file(self.config.ready_file, self.describe())
         return process
 
     def start_router(self, *flags: str) -> Process:
-        """Starts the router for all workers that are ready."""
+        """Starts the router for all running workers."""
         return self._start_router("router", self.config.port, self.config.router_http_port, *flags)
 
     def start_another_router(self, *flags: str) -> Process:
@@ -139,7 +139,7 @@ class LocalCluster:
         return process
 
     def restart_router(self, dead: Process) -> Process:
-        """Starts a router that ended again, at the same addresses. Raises StartFailed."""
+        """Restarts a router that ended, at the same addresses. Raises StartFailed."""
         self.forget(dead)
         port, http_port = (int(str(dead.info[front]).rpartition(":")[2]) for front in ("address", "http"))
         process = self._start_router(dead.name, port, http_port, *dead.flags)
@@ -187,11 +187,11 @@ class LocalCluster:
         return process
 
     def wait_ready(self, process: Process) -> None:
-        """Waits until a process says that it is ready. Raises StartFailed."""
+        """Waits until a process is ready. Raises StartFailed."""
         process.wait_ready(self._give_up)
 
     def _wait_for_pairs(self, seconds: float = 30.0) -> None:
-        """A router is ready with its first pair; a cluster is with all of them. Raises StartFailed."""
+        """Waits for all pairs; a router is ready with its first pair. Raises StartFailed."""
         config = self.config
         wanted = config.num_prefill * config.num_decode + config.num_colocated
         end = time.monotonic() + seconds
@@ -211,7 +211,7 @@ class LocalCluster:
         try:
             return client.cluster_status()
         except KvferryError as error:
-            raise StartFailed(f"the router does not answer: {error}") from error
+            raise StartFailed(f"the router does not respond: {error}") from error
 
     def describe(self) -> dict[str, object]:
         """Addresses and pids of all processes."""
@@ -229,12 +229,12 @@ class LocalCluster:
         } | {tier: [entry(p) for p in self.processes if p.name.startswith(f"{tier}-")] for tier in TIERS}
 
     def dead(self) -> Process | None:
-        """A process that ended by itself, if there is one."""
+        """A process that ended unexpectedly, if there is one."""
         return next((process for process in self.processes if process.popen.poll() is not None), None)
 
     def stop(self) -> None:
-        """Ends all processes: SIGTERM, routers first, since what they have needs the workers; SIGKILL for those that do
-        not listen."""
+        """Ends all processes by SIGTERM, then SIGKILL. Routers end first, since their running requests need the
+        workers."""
         routers = [process for process in self.processes if process.name.startswith("router")]
         end_all(routers, self.config.drain_seconds + ROUTER_STOP_SECONDS)
         end_all([process for process in self.processes if process not in routers], STOP_SECONDS)
@@ -242,18 +242,18 @@ class LocalCluster:
             process.let_go()
         self.processes.clear()
         if self.config.ready_file is not None:
-            self.config.ready_file.unlink(missing_ok=True)  # or the next start would look ready at once
+            self.config.ready_file.unlink(missing_ok=True)  # a stale file would make the next start look ready
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Ends all processes at once; `stop` is still to be called."""
+        """Kills all processes. The caller must still call `stop`."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 process.popen.kill()
 
 
 def _make_folder(flag: str, folder: Path) -> None:
-    """Raises StartFailed if it can't be."""
+    """Creates a folder. Raises StartFailed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Settings of a local cluster: groups of settings that its processes have too, and what only the whole has.
+"""Settings of a local cluster: groups of settings that it shares with its processes, and its own.
 
-A group (`PromptOptions`, say) is a base of the configuration of every process that has these settings, and of the
-cluster's: each is declared once, with its default and its help text. `ClusterConfig` makes the processes'
-configurations, so that they check what is theirs before anything is started.
+A group, such as `PromptOptions`, is a base class of the configuration of each process that has these settings, and of
+the cluster's. So each setting is declared once, with its default and help text. `ClusterConfig` builds the processes'
+configurations before anything is started, so that each configuration checks its settings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HTTP_PORT = 8000
 
 @dataclass(frozen=True, kw_only=True)
 class TierSizes:
-    """How many workers of which kind."""
+    """Number of workers of each kind."""
 
     prefill: MaybeNumber = None
     """Number of prefill workers. Unset: 1, or none if there are colocated workers."""
@@ -45,18 +45,18 @@ class TierSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions(BatchOptions, PoolOptions, TierSizes):
-    """How many workers of which kind, and what they may use."""
+    """Number of workers of each kind, and their resources."""
 
     memory_fraction: float = EngineConfig.memory_fraction
-    """Of a GPU's memory, what all workers take together."""
+    """Share of a GPU's memory for all workers together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulingOptions(OverlapOptions, AdmissionOptions, StepOptions, PromptOptions):
-    """In which order and how large steps are, and what is kept for later."""
+    """Order and size of steps, admission and caching."""
 
     decode_prefix_cache: bool = DecodeConfig.prefix_cache
-    """Keep pages of ended sequences on decode workers, so that follow-up turns need not be sent them again."""
+    """Keep pages of ended sequences on decode workers, so that follow-up turns need not transfer these pages again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +71,15 @@ class Ports:
 
 @dataclass(frozen=True, kw_only=True)
 class AddressOptions(WatchOptions, Ports):
-    """Where it is reached, and how long it waits for things."""
+    """Addresses and timeouts of the router."""
 
     drain_seconds: float = 10.0
-    """Time that running requests get to end when the cluster is stopped."""
+    """Seconds for running requests to end when the cluster is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is written, and where."""
+    """Files and logs."""
 
     ready_file: MaybeFile = None
     """Written as JSON (addresses, pids) when the cluster is ready."""
@@ -102,18 +102,18 @@ class ClusterConfig(OutputOptions, AddressOptions, SchedulingOptions, WorkerOpti
             for flag, number in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
                 if number < 1:
                     raise ValueError(f"{flag} is {number}; at least 1 worker of each tier is needed")
-        # The processes check their settings again, but three of them later.
+        # Each process checks its settings too, but only after it has started.
         for tier in TIERS:
             if self.number_of(tier):
                 self.worker(tier, self.engine(), ProcessConfig())
         self.router(ProcessConfig(port=self.port), {})
 
     def engine(self) -> EngineConfig:
-        """Of all workers: --memory-fraction is for them together."""
+        """Engine settings of all workers together."""
         return EngineConfig(**_settings(self, ModelOptions, PoolOptions), memory_fraction=self.memory_fraction)
 
     def worker(self, tier: Tier, engine: EngineConfig, process: ProcessConfig, worker_id: str = "") -> WorkerConfig:
-        """One worker of a tier. Raises ValueError naming the flag of a setting that can't be."""
+        """One worker of a tier. Raises ValueError naming the flag of an invalid setting."""
         own: dict[str, Any] = {"worker_id": worker_id, "drain_seconds": self.drain_seconds}
         match tier:
             case "prefill":
@@ -141,7 +141,7 @@ class ClusterConfig(OutputOptions, AddressOptions, SchedulingOptions, WorkerOpti
 
     @property
     def router_http_port(self) -> int:
-        """Port of the HTTP front; 0: a free one."""
+        """Port of the HTTP front; 0 picks a free one."""
         if self.http_port is not None:
             return self.http_port
         return HTTP_PORT if self.port else 0
@@ -153,7 +153,7 @@ class ClusterConfig(OutputOptions, AddressOptions, SchedulingOptions, WorkerOpti
 
     @property
     def process_log_level(self) -> LogLevel:
-        """Of each process."""
+        """Log level of each process."""
         return self.log_level or ("warning" if self.log_dir is None else "info")
 
     def number_of(self, tier: Tier) -> int:
@@ -183,7 +183,7 @@ class ClusterConfig(OutputOptions, AddressOptions, SchedulingOptions, WorkerOpti
 
 
 def defaults_of(config: WorkerConfig | RouterConfig) -> WorkerConfig | RouterConfig:
-    """What a process has that gets no flags; its model it must be told."""
+    """Settings of a process without flags, except the model, which has no default."""
     return RouterConfig("") if isinstance(config, RouterConfig) else type(config)(EngineConfig(""))
 
 

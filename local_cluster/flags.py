@@ -1,4 +1,4 @@
-"""From settings to command-line flags: what tyro, with `OmitArgPrefixes`, reads back as the same settings."""
+"""Settings as command-line flags, which tyro with `OmitArgPrefixes` parses to the same settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def flags_of(config: DataclassInstance, defaults: DataclassInstance) -> list[str]:
     """Flags for everything in which `config` differs from `defaults`, nested dataclasses included.
 
-    defaults: of the same type; what the command has without flags. Raises TypeError for a value that no flag can tell.
+    defaults: of the same type; the settings without flags. Raises TypeError for a value that no flag can express.
     """
     flags: list[str] = []
     for field in dataclasses.fields(config):
@@ -31,5 +31,5 @@ def _flag(name: str, value: object) -> list[str]:
     if isinstance(value, tuple):
         return [f"--{name}", *map(str, value)]
     if value is None or isinstance(value, (int, float, str, PurePath)):
-        return [f"--{name}={value}"]  # in one word, so that a value may begin with a dash
-    raise TypeError(f"{name} is {value!r}, which no flag can tell")
+        return [f"--{name}={value}"]  # one argument, since a value may begin with a dash
+    raise TypeError(f"{name} is {value!r}, which no flag can express")

@@ -1,4 +1,4 @@
-"""A child process: how it is started with its settings, told to be ready, listened to and ended."""
+"""Starts, watches and ends a child process."""
 
 from __future__ import annotations
 
@@ -21,29 +21,28 @@ from router.config import RouterConfig
 from worker_runtime.config import WorkerConfig
 
 START_SECONDS = 1800.0
-"""Most time for a process to come up. On a GPU its kernels may have to be built first; a process that fails ends at
-once."""
+"""Most time for a process to become ready: on a GPU it may have to build kernels first."""
 POLL_SECONDS = 0.02
 ERROR_PREFIX = "kvferry: error: "
-"""How a process begins the line that says why it can't run."""
+"""Prefix of the line in which a process reports why it can't run."""
 
 
 class StartFailed(Exception):
-    """A process ended or stayed silent instead of becoming ready."""
+    """A process ended, or was not ready in time."""
 
 
 @dataclass
 class Process:
-    """A child process and what it said when it was ready."""
+    """A child process, with the content of its ready file."""
 
     name: str
     popen: subprocess.Popen[str]
     ready_file: Path
     lifeline: int
-    """Our end of the pipe; closing it ends the child."""
+    """Write end of the pipe; closing it ends the child."""
     info: dict[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    """Of a router, beyond those of the cluster."""
+    """Of a router, in addition to those of the cluster."""
     recent: list[str] = field(default_factory=list)
     """Last lines of its log."""
 
@@ -58,19 +57,19 @@ class Process:
         return str(self.info.get("address", ""))
 
     def let_go(self) -> None:
-        """Closes our end of its pipe; a process that still runs ends."""
+        """Closes the write end of the pipe, which ends a process that still runs."""
         with contextlib.suppress(OSError):
             os.close(self.lifeline)
 
     def wait_ready(self, give_up: Callable[[], bool], seconds: float = START_SECONDS) -> None:
-        """Waits until it says that it is ready. Raises StartFailed.
+        """Waits for the ready file. Raises StartFailed.
 
-        give_up: asked while waiting; True ends the wait with StartFailed.
+        give_up: called while waiting; True ends the wait with StartFailed.
         """
         end = time.monotonic() + seconds
         while not self.ready_file.exists():
             if self.popen.poll() is not None:
-                time.sleep(0.2)  # the log thread may still have the reason to read
+                time.sleep(0.2)  # the log thread may not have read the last lines yet
                 raise StartFailed(f"{self.name} ended with code {self.popen.returncode}: {self._reason()}")
             if give_up():
                 raise StartFailed("told to stop")
@@ -80,13 +79,13 @@ class Process:
         self.info = json.loads(self.ready_file.read_text())
 
     def _reason(self) -> str:
-        """What it said of its end."""
-        said = [line for line in self.recent if line]
-        reason = next((line for line in said if line.startswith(ERROR_PREFIX)), (said or ["it said nothing"])[-1])
+        """Why the process ended, from its log."""
+        lines = [line for line in self.recent if line]
+        reason = next((line for line in lines if line.startswith(ERROR_PREFIX)), (lines or ["its log is empty"])[-1])
         return reason.removeprefix(ERROR_PREFIX)
 
     def forward_log(self, log: TextIO, folder: Path | None) -> None:
-        """In the background: what it writes goes to a file of its own in `folder`, or with a prefix to `log`."""
+        """Copies the output, in a thread, to a file in `folder`, or with a prefix to `log`."""
         threading.Thread(target=self._forward, args=(log, folder), name=f"log-{self.name}", daemon=True).start()
 
     def _forward(self, log: TextIO, folder: Path | None) -> None:
@@ -97,7 +96,7 @@ class Process:
                 try:
                     target = stack.enter_context((folder / f"{self.name}.log").open("a"))
                     prefix = ""
-                except OSError as error:  # whatever happens, its output must be read, or it stands still
+                except OSError as error:  # an unread pipe would block the process
                     print(f"kvferry: {self.name}: its log goes here: {error}", file=log)
             for line in self.popen.stdout:
                 self.recent = [*self.recent[-50:], line.strip()]
@@ -109,7 +108,7 @@ class Process:
 def start_process(
     name: str, program: list[str], config: WorkerConfig | RouterConfig, flags: tuple[str, ...]
 ) -> Process:
-    """Starts a worker or a router. flags: beyond those that tell its settings, which must have a ready file."""
+    """Starts a worker or a router. flags: in addition to those of its settings, which must have a ready file."""
     ready_file = config.process.ready_file
     assert ready_file is not None
     read_end, write_end = os.pipe()
@@ -122,7 +121,7 @@ def start_process(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        # Ctrl-C goes to this process only, which then ends the others in order.
+        # So that Ctrl-C reaches only this process, which ends the others in order.
         start_new_session=True,
     )
     os.close(read_end)
@@ -130,7 +129,7 @@ def start_process(
 
 
 def end_all(processes: list[Process], seconds: float) -> None:
-    """SIGTERM for all, and after this time SIGKILL for those that are left."""
+    """Sends SIGTERM to all, and after `seconds` SIGKILL to those that still run."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             process.popen.send_signal(signal.SIGTERM)

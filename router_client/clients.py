@@ -20,7 +20,7 @@ class Client:
     """A connection to a router."""
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
-        """address: host:port of the router. tls: None: in the clear."""
+        """address: host:port of the router. tls: None means plaintext."""
         self._channel = (
             grpc.insecure_channel(address, options=CLIENT_OPTIONS)
             if tls is None
@@ -44,11 +44,10 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, wait_for_ready: bool = False, **options: Any
     ) -> GenerationStream:
-        """Starts an answer; see `make_request` for the options.
+        """Starts a generation; see `make_request` for the options.
 
         timeout: seconds for queue, prefill, transfer and decode together; None: no deadline.
-        wait_for_ready: if the router can't be reached (it is being started again, say), wait for it until the deadline
-        instead of failing at once.
+        wait_for_ready: wait until the deadline for a router that can't be reached, for example while it restarts.
         Iterating raises KvferryError.
         """
         request = make_request(prompt, **options)
@@ -95,7 +94,7 @@ class AsyncClient:
     """A connection to a router, for asyncio."""
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
-        """address: host:port of the router. tls: None: in the clear."""
+        """address: host:port of the router. tls: None means plaintext."""
         self._channel = (
             grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
             if tls is None

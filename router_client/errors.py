@@ -19,9 +19,9 @@ class KvferryError(Exception):
         self.code = code
         """The gRPC status code."""
         self.message = message
-        """Why, in words."""
+        """The reason as text."""
         self.field = field_name
-        """The request's field that is wrong, for INVALID_ARGUMENT."""
+        """The invalid field of the request, for INVALID_ARGUMENT."""
         self.retry_seconds = retry_seconds
         """When to try again, for RESOURCE_EXHAUSTED."""
 

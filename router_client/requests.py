@@ -66,7 +66,7 @@ def make_request(
 
 
 def set_prompt(request: inference_pb2.GenerateRequest | inference_pb2.TokenizeRequest, prompt: Prompt) -> None:
-    """Writes a prompt of any kind into a request. Raises TypeError for what is none."""
+    """Writes a prompt of any kind into a request. Raises TypeError for any other value."""
     if isinstance(prompt, str):
         request.text = prompt
     elif all(isinstance(item, int) for item in prompt) and isinstance(request, inference_pb2.GenerateRequest):

@@ -1,4 +1,4 @@
-"""What comes back: pieces of an answer, and whole ones."""
+"""What a generation returns: pieces while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TokenLogprob:
     logprob: float
     """Natural logarithm; at least -10000."""
     token_bytes: bytes
-    """Need not be whole characters."""
+    """May be part of a character."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class PositionLogprobs:
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of an answer, as it comes."""
+    """New text of a completion."""
 
     text: str
     token_ids: tuple[int, ...]
     index: int = 0
-    """Which of the n answers."""
+    """Which of the n completions."""
     logprobs: tuple[PositionLogprobs, ...] = ()
 
 
@@ -47,22 +47,22 @@ class Usage:
 
 @dataclass(frozen=True)
 class KvTransfer:
-    """How the KV pages travelled."""
+    """How the KV pages were transferred."""
 
     bytes: int
     transport: str
     gb_per_s: float
     bytes_while_computing: int
-    """Of the bytes, those already written when the last chunk finished computing."""
+    """Bytes that were already written when the last chunk was computed."""
     num_chunks: int
     decode_computed_prompt_tokens: int
     decode_cached_tokens: int
-    """Prompt tokens whose pages the decode worker had already."""
+    """Prompt tokens whose pages the decode worker already had in its prefix cache."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A whole answer."""
+    """A finished completion."""
 
     request_id: str
     text: str
@@ -78,7 +78,7 @@ class Result:
     kv_transfer: KvTransfer
     seed: int
     index: int = 0
-    """Which of the n answers."""
+    """Which of the n completions."""
     logprobs: tuple[PositionLogprobs, ...] = ()
     """One per token, if asked for with num_logprobs."""
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()

@@ -1,4 +1,4 @@
-"""Answers as they come."""
+"""Streams of generated output."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from router_client.results import KvTransfer, Piece, PositionLogprobs, Result, T
 
 
 @dataclass
-class _Answer:
-    """What came of one answer."""
+class _Completion:
+    """What one completion has received so far."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -25,29 +25,29 @@ class _Answer:
 
 
 class _Collector:
-    """Joins pieces to results."""
+    """Joins the pieces of each completion to its result."""
 
-    def __init__(self, num_answers: int) -> None:
-        self._answers = [_Answer() for _ in range(max(num_answers, 1))]
+    def __init__(self, num_completions: int) -> None:
+        self._completions = [_Completion() for _ in range(max(num_completions, 1))]
 
     def add(self, response: inference_pb2.GenerateResponse) -> Piece:
-        answer = self._answers[response.index]
+        completion = self._completions[response.index]
         logprobs = _read_logprobs(response.logprobs)
-        answer.text.append(response.text)
-        answer.token_ids += response.token_ids
-        answer.logprobs += logprobs
+        completion.text.append(response.text)
+        completion.token_ids += response.token_ids
+        completion.logprobs += logprobs
         if response.prompt_logprobs:
-            answer.prompt_logprobs = _read_logprobs(response.prompt_logprobs)
+            completion.prompt_logprobs = _read_logprobs(response.prompt_logprobs)
         if response.finish_reason:
-            answer.result = self._finish(answer, response)
+            completion.result = self._finish(completion, response)
         return Piece(response.text, tuple(response.token_ids), response.index, logprobs)
 
-    def _finish(self, answer: _Answer, last: inference_pb2.GenerateResponse) -> Result:
+    def _finish(self, completion: _Completion, last: inference_pb2.GenerateResponse) -> Result:
         moved = last.kv_transfer
         return Result(
             request_id=last.request_id,
-            text="".join(answer.text),
-            token_ids=tuple(answer.token_ids),
+            text="".join(completion.text),
+            token_ids=tuple(completion.token_ids),
             finish_reason=inference_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower(),
             stop_reason=last.stop_reason,
             usage=Usage(last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens),
@@ -58,15 +58,15 @@ class _Collector:
             kv_transfer=KvTransfer(**{name.name: getattr(moved, name.name) for name in moved.DESCRIPTOR.fields}),
             seed=last.seed,
             index=last.index,
-            logprobs=tuple(answer.logprobs),
-            prompt_logprobs=answer.prompt_logprobs,
+            logprobs=tuple(completion.logprobs),
+            prompt_logprobs=completion.prompt_logprobs,
         )
 
     def take_results(self) -> list[Result]:
-        results = [answer.result for answer in self._answers]
+        results = [completion.result for completion in self._completions]
         found = [result for result in results if result is not None]
         if len(found) < len(results):
-            raise KvferryError(grpc.StatusCode.INTERNAL, "the stream ended before the answer did")
+            raise KvferryError(grpc.StatusCode.INTERNAL, "the stream ended before its output was complete")
         return found
 
 
@@ -78,10 +78,10 @@ def _read_logprobs(positions: Iterable[inference_pb2.PositionLogprobs]) -> tuple
 
 
 class GenerationStream:
-    """Iterates over pieces of an answer, or of several."""
+    """Iterates over the pieces of one completion, or of several."""
 
-    def __init__(self, call: Any, num_answers: int = 1) -> None:
-        self._call, self._collector = call, _Collector(num_answers)
+    def __init__(self, call: Any, num_completions: int = 1) -> None:
+        self._call, self._collector = call, _Collector(num_completions)
 
     def __iter__(self) -> Iterator[Piece]:
         try:
@@ -97,21 +97,21 @@ class GenerationStream:
         self._call.cancel()
 
     def result(self) -> Result:
-        """The whole answer, the first if there are several; reads the rest of the stream before."""
+        """The first completion. Reads the rest of the stream first."""
         return self.results()[0]
 
     def results(self) -> list[Result]:
-        """All n answers; reads the rest of the stream before."""
+        """All n completions. Reads the rest of the stream first."""
         for _ in self:
             pass
         return self._collector.take_results()
 
 
 class AsyncGenerationStream:
-    """Iterates over pieces of an answer, or of several."""
+    """Iterates over the pieces of one completion, or of several."""
 
-    def __init__(self, call: Any, num_answers: int = 1) -> None:
-        self._call, self._collector = call, _Collector(num_answers)
+    def __init__(self, call: Any, num_completions: int = 1) -> None:
+        self._call, self._collector = call, _Collector(num_completions)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         try:
@@ -127,11 +127,11 @@ class AsyncGenerationStream:
         self._call.cancel()
 
     async def result(self) -> Result:
-        """The whole answer, the first if there are several; reads the rest of the stream before."""
+        """The first completion. Reads the rest of the stream first."""
         return (await self.results())[0]
 
     async def results(self) -> list[Result]:
-        """All n answers; reads the rest of the stream before."""
+        """All n completions. Reads the rest of the stream first."""
         async for _ in self:
             pass
         return self._collector.take_results()

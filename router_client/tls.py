@@ -13,7 +13,7 @@ from rpc.channel import CLIENT_OPTIONS
 
 @dataclass(frozen=True)
 class ClientTls:
-    """How a client speaks TLS with a router, or with a proxy before it."""
+    """TLS settings of a client for a router, or for a proxy in front of the router."""
 
     ca: Path | None = None
     """PEM file of the CA that signed the router's certificate. None: those that this machine trusts."""

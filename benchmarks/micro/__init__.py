@@ -1,2 +1,1 @@
-"""Measurements of kvferry's parts for those who work on it: `make bench-engine`, and so on. No part of
-`kvferry bench`."""
+"""Microbenchmarks of kvferry's parts: `make bench-engine`, and so on. Not part of `kvferry bench`."""

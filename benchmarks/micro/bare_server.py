@@ -1,4 +1,4 @@
-"""What a router can't beat: the public service with no router in it. Every token is a message made beforehand.
+"""Upper bound for a router: the public service without a router. Every token is a ready-made message.
 
 For `make bench-router`, as the bound of its gRPC rows: what gRPC itself costs for as many messages.
 """
@@ -52,7 +52,7 @@ async def _serve(config: BareConfig) -> int:
 
 
 def serve(config: BareConfig) -> int:
-    """Runs until it is told to stop."""
+    """Runs until a signal stops it."""
     prepare_process(config.process)
     return asyncio.run(_serve(config))
 

@@ -26,7 +26,7 @@ MESSAGE = "Tell me more about the ships that passed the point in the year after 
 
 
 def ask(client: Client, prompt: list[int], max_tokens: int) -> tuple[Result, float]:
-    """The answer and its time to first token in milliseconds, at the client."""
+    """The output and its time to first token in milliseconds, at the client."""
     started = time.perf_counter()
     stream = client.generate(prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True, return_token_ids=True)
     next(iter(stream))
@@ -59,7 +59,7 @@ def main(model: str = DEFAULT_MODEL, turns: int = 6, max_tokens: int = 60, repea
                 for name, client in clients.items():
                     results[name, turn], milliseconds = ask(client, talk, max_tokens)
                     ttft.setdefault((name, turn), []).append(milliseconds)
-                # In bf16 the two may differ: KV of an answer is computed by decode in one, by prefill in the other.
+                # In bf16 the two may differ: KV of the output is computed by decode in one, by prefill in the other.
                 talk += results["with", turn].token_ids
     table = Table(title=f"{turns} turns, {max_tokens} tokens each; MB moved and TTFT, median of {repeats}")
     for column in ("turn", "prompt tokens", "already at decode", "MB with", "MB without", "TTFT ms with", "without"):

@@ -37,12 +37,12 @@ SAMPLING = {
 
 
 def detokenizing(tokenizer: Tokenizer, batch: int) -> Callable[[], object]:
-    """One step's text: one token for each of `batch` answers that have begun."""
+    """One step's text: one token for each of `batch` running streams."""
     ids = tokenizer.encode("The keeper of the light wrote down every ship that passed the point. " * 4)
     detokenizers = [tokenizer.detokenizer() for _ in range(batch)]
     for detokenizer in detokenizers:
         detokenizer.add(ids[:20])
-    return lambda: [detokenizer.add(ids[place % 40 : place % 40 + 1]) for place, detokenizer in enumerate(detokenizers)]
+    return lambda: [detokenizer.add(ids[index % 40 : index % 40 + 1]) for index, detokenizer in enumerate(detokenizers)]
 
 
 def main(

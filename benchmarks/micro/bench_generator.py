@@ -1,7 +1,7 @@
-"""`make bench-generator`: what our load generator says of a server whose times are known, at 1 to 512 streams.
+"""`make bench-generator`: what the load generator reports for a server with known latencies, at 1 to 512 streams.
 
-The server sends the first token 200 ms after a request and the others 50 ms after each other, whatever comes. What the
-generator reports beyond that is its own, or the server's lateness, which the server tells.
+The server sends the first token 200 ms after a request and the others 50 ms after each other, always. What the
+generator reports beyond that is its own lag, or the server's, which the server reports.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def known_server(ttft_ms: float = TTFT_MS, itl_ms: float = ITL_MS) -> Iterator[s
 
 
 def measure(url: str, streams: int, num_tokens: int = NUM_TOKENS, rounds: int = 2) -> Point:
-    """So many streams at once, `rounds` times each."""
+    """`streams` streams at once, `rounds` times each."""
     requests = [LoadRequest((300, 301), num_tokens)] * (streams * rounds)
 
     async def run() -> tuple[dict[str, Any], GeneratorLoad]:

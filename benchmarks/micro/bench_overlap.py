@@ -1,9 +1,9 @@
-"""`make bench-overlap`: how much of the time a device computes, with steps launched ahead and without.
+"""`make bench-overlap`: how much of the time a device computes, with async scheduling and without.
 
-A worker's real loop generates for a batch of requests: schedules, lays out, chooses tokens, tells a router. The device
-is a stand-in that computes a step in a fixed time (`--step-ms`, by default about that of an H200 with Llama 3 8B, see
-docs/gpu.md) and, as a GPU does, behind the host's back. What is lost beside these times is the host's: all of it when
-every step is waited for, and what does not fit behind a step when steps are launched ahead.
+A worker's real loop generates for a batch of requests: schedules, lays out, samples, sends tokens to a router. The
+device is a stand-in that computes a step in a fixed time (`--step-ms`, by default about that of an H200 with Llama 3
+8B, see docs/gpu.md) and, as a GPU does, asynchronously. The rest of the time is the host's: all of its work when every
+step is waited for, and what takes longer than a step with async scheduling.
 
 `make gpu-check` does the same with a real GPU.
 """
@@ -48,7 +48,7 @@ VOCAB_SIZE = 64
 
 
 class StandIn:
-    """A device that computes each step in `seconds`, in order, while the host goes on or, if asked to, waits."""
+    """A device that computes each step in `seconds`, in order, while the host continues or, if asked to, waits."""
 
     runs_ahead = True
 
@@ -152,10 +152,10 @@ async def _read(events: Events) -> None:
 
 def main(num_steps: int = 200) -> None:
     """Measures the loop around a stand-in for a GPU."""
-    # Tokens are chosen on a CPU here; waking threads for such small tensors would take longer than to choose.
+    # Sampling runs on a CPU here; waking threads for such small tensors would take longer than sampling.
     torch.set_num_threads(1)
     table = Table(title="share of the time in which the device computes")
-    for column in ("sequences", "step ms", "waited for", "ms lost", "launched ahead", "ms lost "):
+    for column in ("sequences", "step ms", "waited for", "ms lost", "async", "ms lost "):
         table.add_column(column, justify="right")
     for batch, step_ms in STEP_MS.items():
         cells = []

@@ -1,7 +1,7 @@
 """`make bench-router`: what a router costs, by itself. Workers are scripted: no model, tokens at full speed.
 
 For 1, 64 and 512 streams over gRPC and HTTP: tokens and requests forwarded per CPU-second of the router process; and at
-a steady rate of tokens, how long a token is on its way from worker to client (both on this machine, one clock). The
+a steady rate of tokens, the latency of a token from worker to client (both on this machine, one clock). The
 load comes from a process of its own, so that the client's Python is not what is measured. The bound is a gRPC server
 without any logic, from the same run.
 """
@@ -45,7 +45,7 @@ class Outcome:
     requests_per_cpu_second: float
     tokens_per_second: float
     added_ms: tuple[float, float] | None
-    """(p50, p99) of a token's way."""
+    """(p50, p99) latency of a token from worker to client."""
 
 
 @contextmanager
@@ -129,7 +129,7 @@ async def _http_stream(client: httpx.AsyncClient, max_tokens: int, ages: list[fl
 
 
 async def _load(front: str, info: dict[str, Any], streams: int, max_tokens: int, seconds: float) -> dict[str, Any]:
-    """`streams` requests at any time for some seconds."""
+    """Keeps `streams` requests in flight for `seconds`."""
     ages: list[float] = []
     counts = [0, 0]
     end = time.monotonic() + seconds
@@ -173,7 +173,7 @@ def measure(front: str, info: dict[str, Any], streams: int, max_tokens: int, sec
 def main(model: str = DEFAULT_MODEL, seconds: float = 5.0, max_tokens: int = 200, step_ms: float = 100.0) -> None:
     """Measures a router with scripted workers. step_ms: time between tokens of a stream, for the added latency."""
     console, folder = Console(), resolve_model(model)
-    table = Table(title=f"one router, {os.cpu_count()} cores; answers of {max_tokens} tokens")
+    table = Table(title=f"one router, {os.cpu_count()} cores; outputs of {max_tokens} tokens")
     for column in (
         "front",
         "streams",

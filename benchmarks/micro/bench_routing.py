@@ -1,4 +1,4 @@
-"""`make bench-routing`: what sending prompts where their pages are is worth, against sending them by turns.
+"""`make bench-routing`: cache-aware routing against round robin.
 
 Two routers share the same workers, 2 of each tier, in one run; caches are emptied before each round. Loads:
 
@@ -34,13 +34,13 @@ LOADS = ("one prefix", "own prefixes")
 
 @dataclass
 class Outcome:
-    """What a load met under one way of routing."""
+    """Results of a load with one routing."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Found in the prefix cache of the prefill worker."""
     decode_cached_tokens: int = 0
-    """Not sent, since the decode worker had their pages."""
+    """Not transferred, since the decode worker had their pages."""
     ttft_ms: list[float] = field(default_factory=list)
 
     @property
@@ -87,7 +87,7 @@ async def run_load(address: str, rounds: Iterable[list[list[int]]], gap_seconds:
 def compare(
     cluster: LocalCluster, load: str, users: int, turns: int, prefix_tokens: int, ids: range, gap_seconds: float
 ) -> dict[str, Outcome]:
-    """{routing: outcome} of one load, from one run: the cluster's router is cache-aware, another one goes by turns."""
+    """{routing: outcome} of one load: the cluster's router is cache-aware, a second router uses round robin."""
     by_turns = cluster.start_another_router("--routing", "round_robin")
     routers = {"cache_aware": cluster.address, "round_robin": by_turns.address}
     assert set(routers) == set(get_args(Routing))
@@ -113,7 +113,7 @@ def main(
     num_pages: int = 900,
     gap_seconds: float = 0.3,
 ) -> None:
-    """Compares both ways of routing. num_pages: of each worker; 900 pages of 16 tokens hold 7 such prefixes."""
+    """Compares both routings. num_pages: of each worker; 900 pages of 16 tokens hold 7 such prefixes."""
     console = Console()
     table = Table(
         title=f"{users} users, {turns} turns, prefixes of {prefix_tokens} tokens; 2 prefill + 2 decode workers"

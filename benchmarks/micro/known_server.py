@@ -1,4 +1,4 @@
-"""A server whose times are known: OpenAI's completions over HTTP, with the first token after a stated time and the
+"""A server with known latencies: OpenAI's completions over HTTP, with the first token after a stated time and the
 others at stated gaps. For measuring a load generator, and nothing else: it computes nothing.
 
 It notes how late it was itself, so that its own lateness is not taken for the generator's.
@@ -108,7 +108,7 @@ async def _serve(config: KnownConfig) -> int:
 
 
 def serve(config: KnownConfig) -> int:
-    """Runs until it is told to stop."""
+    """Runs until a signal stops it."""
     prepare_process(config.process)
     return asyncio.run(_serve(config))
 

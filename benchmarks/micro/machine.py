@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured, and the bounds on a model's step that follow from it."""
+"""Peak rates of the machine, measured, and the bounds on a model's step that follow from it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class MachineRates:
-    """What the machine can do at best, measured."""
+    """Peak rates of the machine, measured."""
 
     matrix_gflops: float
     read_gbs: float
 
 
 def timed(action: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` runs, after one that does not count."""
+    """Seconds of each of `repeats` runs, after one warm-up run."""
     action()
     times = []
     for _ in range(repeats):
@@ -35,7 +35,7 @@ def timed(action: Callable[[], object], repeats: int) -> list[float]:
 
 
 def typical(action: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `repeats` runs, after one that does not count."""
+    """Median seconds of `repeats` runs, after one warm-up run."""
     return statistics.median(timed(action, repeats))
 
 

@@ -1,4 +1,4 @@
-"""Models of a real size with random weights, made where they run: nothing has to be fetched to measure or check one."""
+"""Models of a real size with random weights, made on the device, so that nothing has to be downloaded."""
 
 from __future__ import annotations
 

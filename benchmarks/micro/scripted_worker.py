@@ -1,8 +1,8 @@
-"""A worker without a model: gives every request tokens at a steady rate, or as fast as they are taken.
+"""A worker without a model: sends every request tokens at a steady rate, or as fast as they are read.
 
-For measuring and testing a router by itself. To the router it is a colocated worker. Token ids tell when they were
-made: the system's monotonic clock in units of 0.1 ms, modulo `CLOCK_IDS`, so that a client on the same machine can say
-how long a token was on its way.
+For measuring and testing a router by itself. To the router it is a colocated worker. Token ids encode when they were
+made: the system's monotonic clock in units of 0.1 ms, modulo `CLOCK_IDS`, so that a client on the same machine can
+compute the latency of a token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rpc.server import PortInUse, RpcServer
 
 FIRST_ID = 300
 CLOCK_IDS = 40_000
-"""Ids that tell the time: 4 seconds of it."""
+"""Ids that encode the time; they repeat after 4 seconds."""
 UNITS_PER_SECOND = 10_000
 
 
@@ -50,7 +50,7 @@ class ScriptedConfig:
     worker_id: str = "scripted"
     """Name of this worker."""
     step_ms: float = 0.0
-    """Time between two tokens of each request; 0: as fast as they are taken."""
+    """Time between two tokens of each request; 0: as fast as they are read."""
     tokens_per_step: int = 1
     """Tokens of each request in one step."""
     max_num_sequences: int = 4096
@@ -157,7 +157,7 @@ async def _serve(config: ScriptedConfig) -> int:
 
 
 def serve(config: ScriptedConfig) -> int:
-    """Runs until it is told to stop."""
+    """Runs until a signal stops it."""
     prepare_process(config.process)
     return asyncio.run(_serve(config))
 

@@ -196,7 +196,7 @@ async def test_an_answer_in_one_event_has_no_tpot_and_meets_no_limit_for_it():
 
 async def test_an_empty_answer_is_no_success():
     record, _ = await send_http({"choices": [{"text": "", "finish_reason": "stop"}]})
-    assert (record.status, record.is_ok) == ("empty answer", False)
+    assert (record.status, record.is_ok) == ("empty output", False)
     numbers = summarise([record], 1.0)
     assert (numbers["completed"], numbers["left_out_of_ttft"], numbers["left_out_of_tpot"]) == (0, 1, 1)
 

@@ -68,7 +68,7 @@ def test_commands(typed, capsys):
     assert client.asked == [[("user", "one")], [("user", "two")], [("system", "talk like a ferry"), ("user", "three")]]
     shown = capsys.readouterr().out
     assert "/system TEXT" in shown
-    assert "there is no /frobnicate" in shown
+    assert "unknown command /frobnicate" in shown
 
 
 def test_bytes_that_are_no_utf8_do_not_end_it(typed):

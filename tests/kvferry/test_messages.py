@@ -48,7 +48,7 @@ def test_only_where_nothing_listens_one_is_told_to_start_a_router():
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
         done = run("status", "--address", address)
-    assert (done.returncode, f"no router answers at {address}" in done.stderr) == (1, True)
+    assert (done.returncode, f"no router listens at {address}" in done.stderr) == (1, True)
 
 
 async def test_a_certificate_for_another_name_is_told_as_that(tmp_path):
@@ -59,7 +59,7 @@ async def test_a_certificate_for_another_name_is_told_as_that(tmp_path):
         flags = ["--address", server.address, "--tls-ca", str(ca.folder / "ca.crt")]
         done = await asyncio.to_thread(run, "status", *flags)
         assert done.returncode == 1
-        assert "no router answers" not in done.stderr
+        assert "no router listens" not in done.stderr
         assert "erification" in done.stderr
         half = await asyncio.to_thread(run, "status", *flags, "--tls-cert", "x")
         assert "--tls-cert and --tls-key belong together" in half.stderr + half.stdout
@@ -108,7 +108,7 @@ def test_the_http_port_by_mistake_gets_a_sentence():
         threading.Thread(target=answer, daemon=True).start()
         done = run("status", "--address", address)
         listening.shutdown(socket.SHUT_RDWR)
-    assert f"{address} speaks HTTP; give the gRPC port as --address" in done.stderr
+    assert f"{address} serves HTTP; give the gRPC port as --address" in done.stderr
 
 
 def test_the_log_level_is_quiet_unless_it_goes_to_files(tmp_path):

@@ -55,7 +55,7 @@ def test_what_no_flag_can_tell_is_refused():
     class Odd:
         table: dict = field(default_factory=dict)
 
-    with pytest.raises(TypeError, match=r"table is .*, which no flag can tell"):
+    with pytest.raises(TypeError, match=r"table is .*, which no flag can express"):
         flags_of(Odd({1: 2}), Odd())
 
 
