@@ -1,7 +1,7 @@
-"""Looks at a model's files before anything is loaded from them. No torch in here, so that a command can say at once
-what is wrong with a folder.
+"""Checks a model's files before the model is loaded. This module does not import torch, so a command reports a bad
+folder at once.
 
-Only headers are read: a checkpoint of any size takes milliseconds.
+Only headers are read: the check takes milliseconds for a checkpoint of any size.
 """
 
 from __future__ import annotations
@@ -23,30 +23,32 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Any one of these makes a tokenizer."""
+"""A folder needs one of these files to have a tokenizer."""
 PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
 LONGEST_HEADER_BYTES = 100_000_000
-"""What the safetensors format allows."""
+"""The limit of the safetensors format."""
 NAMES_IN_A_MESSAGE = 5
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def check_folder(folder: Path, with_weights: bool = True) -> None:
-    """Whether a folder can be served, as far as its files tell.
+    """Checks whether the model in a folder can be served, as far as its files show.
 
     with_weights: False for a process that reads config and tokenizer only.
-    Raises ModelLoadError naming the file, UnsupportedModelError naming what its weights need.
+    Raises ModelLoadError naming the file, or UnsupportedModelError naming the unsupported weight format.
     """
     config = read_json(folder / "config.json")
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError(
-            f"{folder}: {config.get('model_type', 'it')} is an encoder-decoder model; only decoder-only models are "
-            "served"
+            f"{folder}: {config.get('model_type', 'the model')} is an encoder-decoder model; only decoder-only models "
+            "are served"
         )
     tokenizers = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not tokenizers:
-        raise ModelLoadError(f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model); copy it there")
-    refuse_pointer(tokenizers[0])  # the one that is read
+        raise ModelLoadError(
+            f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model); copy one into the folder"
+        )
+    refuse_pointer(tokenizers[0])  # the file that the tokenizer is loaded from
     if with_weights:
         check_weights(folder)
 
@@ -59,16 +61,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ModelLoadError(f"{path}: is no JSON: {error}") from error
+        raise ModelLoadError(f"{path}: is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: holds no JSON object")
+        raise ModelLoadError(f"{path}: does not hold a JSON object")
     return content
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """All parts of the GGUF that a file is one of, in order; only itself if it is whole.
+    """All parts of a split GGUF, in order, given any part of it. A GGUF that is not split is its own only part.
 
-    Raises ModelLoadError naming parts that are not there.
+    Raises ModelLoadError naming the missing parts.
     """
     name = _PART.fullmatch(path.name)
     if name is None:
@@ -76,18 +78,18 @@ def gguf_parts(path: Path) -> list[Path]:
     parts = [path.with_name(f"{name['stem']}-{n:05}-of-{name['count']}.gguf") for n in range(1, int(name["count"]) + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        raise ModelLoadError(f"{path.name} is one of {len(parts)} parts; beside it are missing {', '.join(missing)}")
+        raise ModelLoadError(f"{path.name} is one of {len(parts)} parts; missing beside it: {', '.join(missing)}")
     return parts
 
 
 def some_names(names: list[str]) -> str:
-    """The first few of many names, and how many more there are."""
+    """The first few names, and the number of the others."""
     shown = ", ".join(names[:NAMES_IN_A_MESSAGE])
     return shown if len(names) <= NAMES_IN_A_MESSAGE else f"{shown} and {len(names) - NAMES_IN_A_MESSAGE} more"
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raises ModelLoadError if a file is what git leaves in place of a large one."""
+    """Raises ModelLoadError if a file is a git-lfs pointer instead of the large file itself."""
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise ModelLoadError(f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder")
@@ -95,8 +97,8 @@ def refuse_pointer(path: Path) -> None:
 
 def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
     text_config = config.get("text_config")
-    for place in (config, text_config if isinstance(text_config, dict) else {}):
-        found = place.get("quantization_config") or place.get("compression_config")
+    for section in (config, text_config if isinstance(text_config, dict) else {}):
+        found = section.get("quantization_config") or section.get("compression_config")
         if found:
             method = found.get("quant_method") or found.get("format") if isinstance(found, dict) else None
             raise UnsupportedModelError(
@@ -106,13 +108,13 @@ def _refuse_quantized(folder: Path, config: dict[str, Any]) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the weights are there, whole, and plain numbers.
+    """Checks that the weights are present, complete and unquantized.
 
-    Raises ModelLoadError naming the file, UnsupportedModelError naming what the weights need.
+    Raises ModelLoadError naming the file, or UnsupportedModelError naming the unsupported weight format.
     """
     _refuse_quantized(folder, read_json(folder / "config.json"))
     index = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():  # as transformers does, whatever an index beside it says
+    if (folder / "model.safetensors").is_file():  # transformers prefers this file to an index too
         tensors = _safetensors_header(folder / "model.safetensors")
     elif index.is_file():
         tensors = _indexed_headers(index)
@@ -129,50 +131,51 @@ def check_weights(folder: Path) -> None:
 
 
 def _indexed_headers(index: Path) -> dict[str, dict[str, Any]]:
-    """What the files that an index names say of their tensors."""
+    """Headers of all tensors in the files that an index names, by tensor name."""
     folder, weight_map = index.parent, read_json(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ModelLoadError(f"{index}: has no weight_map")
     shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
-        raise ModelLoadError(f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} not there")
+        raise ModelLoadError(f"{folder}: {index.name} names {some_names(missing)}, which {_is_are(missing)} missing")
     tensors = {name: tensor for shard in shards for name, tensor in _safetensors_header(folder / shard).items()}
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
-        raise ModelLoadError(f"{folder}: {index.name} names {some_names(absent)}, which no file has")
+        raise ModelLoadError(f"{folder}: {index.name} names {some_names(absent)}, which none of its files contains")
     return tensors
 
 
 def _check_pickles(folder: Path) -> None:
-    """Older checkpoints: torch's own format."""
+    """Checks an older checkpoint in torch's own format."""
     files = sorted(folder.glob("pytorch_model*.bin"))
     if not files:
-        raise ModelLoadError(f"{folder}: has no weights (model.safetensors, or an index that names its parts)")
+        raise ModelLoadError(f"{folder}: has no weights (model.safetensors, or an index of its parts)")
     for path in files:
         refuse_pointer(path)
 
 
 def _is_packed(name: str, dtype: str) -> bool:
-    """Whether a tensor is a weight in a form that needs its method's own kernels. Integer buffers, masks and the like
-    are no weights."""
+    """Whether a tensor is a quantized weight. Integer buffers and masks are not weights."""
     return dtype not in PLAIN_DTYPES and (dtype.startswith("F") or "weight" in name.rpartition(".")[2])
 
 
 def _safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
-    """What a file says of its tensors, by name. Raises ModelLoadError if it can't be whole.
+    """Headers of a file's tensors, by name. Raises ModelLoadError if the file is broken or truncated.
 
-    The format: 8 bytes (length of the header, little endian), the header as JSON, the tensors.
+    The format: 8 bytes (length of the header, little endian), the header as JSON, then the tensors.
     """
     refuse_pointer(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= LONGEST_HEADER_BYTES:
-            raise ModelLoadError(f"{path}: is no safetensors file")
+            raise ModelLoadError(f"{path}: is not a safetensors file")
         raw = file.read(length)
     if len(raw) < length:
-        raise ModelLoadError(f"{path}: is cut off: it has {size} bytes, its header alone {8 + length}")
+        raise ModelLoadError(
+            f"{path}: is truncated: the file has {size} bytes, but its header alone needs {8 + length}"
+        )
     try:
         header = json.loads(raw)
         tensors: dict[str, dict[str, Any]] = {name: t for name, t in header.items() if name != "__metadata__"}
@@ -180,7 +183,7 @@ def _safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ModelLoadError(f"{path}: its header can't be read: {error!r}") from error
     if end > size:
-        raise ModelLoadError(f"{path}: is cut off: it has {size} bytes of {end}; download it again")
+        raise ModelLoadError(f"{path}: is truncated: {size} of {end} bytes are there; download the file again")
     return tensors
 
 

@@ -1,13 +1,13 @@
-"""Steps recorded as CUDA graphs: one launch in place of some hundreds.
+"""Records steps as CUDA graphs: one launch in place of some hundreds.
 
-A graph is for a fixed number of tokens. Two kinds are recorded: decode steps by number of sequences, and, for prompts
-that are longer than the token budget, the chunk that takes the whole budget.
+A graph has a fixed number of tokens. Two kinds are recorded: decode steps by number of sequences, and, for prompts
+longer than the token budget, the chunk that takes the whole budget.
 
-A decode batch is padded to the next recorded size with copies of its shortest sequence: they write what that sequence
-writes anyway, so no page is needed for them.
+A decode batch is padded to the next recorded size with copies of its shortest sequence. The copies write the same K and
+V to the same page as that sequence, so they need no page of their own.
 
 Measured on an H200, Llama 3 8B: launching a step takes 22 ms. A decode step of one sequence takes 7.5 ms recorded and
-22.8 ms otherwise; chunks of 2,048 tokens or more are computed for longer than they take to launch.
+22.8 ms otherwise. Chunks of 2,048 tokens or more take longer to compute than to launch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from engine.step_inputs import step_inputs
 log = logging.getLogger(__name__)
 
 LARGEST_CHUNK = 1024
-"""Chunks of more tokens keep a GPU busy for longer than it takes to launch them."""
+"""Most tokens of a recorded chunk: larger chunks take longer to compute than to launch."""
 WARM_UPS = 2
-"""Runs before recording, in which libraries choose kernels and allocate what they keep."""
+"""Runs before recording, in which libraries select kernels and allocate their buffers."""
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """What is recorded."""
+    """Sizes of the recorded steps."""
 
     decode: tuple[int, ...] = ()
     """Numbers of sequences."""
@@ -48,23 +48,23 @@ class GraphSizes:
         object.__setattr__(self, "decode", tuple(sorted(set(self.decode))))
 
     def decode_size_for(self, num_sequences: int) -> int | None:
-        """The recorded size that a batch is padded to; None if it is larger than all."""
+        """The recorded size that a batch is padded to; None if the batch is larger than all sizes."""
         return next((size for size in self.decode if size >= num_sequences), None)
 
 
-def graph_sizes(wanted: Seq[int], most_decoded: int, token_budget: int, max_model_len: int) -> GraphSizes:
-    """What a worker records: of the wanted sizes those that occur, its largest batch, and its chunk if that is small.
+def graph_sizes(wanted: Seq[int], max_decode_batch: int, token_budget: int, max_model_len: int) -> GraphSizes:
+    """Sizes that a worker records: the wanted sizes that can occur, its largest batch, and its chunk if small.
 
-    most_decoded: sequences it generates tokens for at once; token_budget: prompt tokens per step; 0 for none.
+    max_decode_batch: sequences of its largest decode batch; token_budget: prompt tokens per step; 0 for none.
     """
     if not wanted:
         return GraphSizes()
-    decode = [size for size in wanted if size < most_decoded]
-    if most_decoded and max(wanted) >= most_decoded:
-        decode.append(most_decoded)
+    decode = [size for size in wanted if size < max_decode_batch]
+    if max_decode_batch and max(wanted) >= max_decode_batch:
+        decode.append(max_decode_batch)
     # A chunk that does not end its prompt is shorter than the longest sequence.
-    occurs = 1 < token_budget <= LARGEST_CHUNK and token_budget < max_model_len
-    return GraphSizes(tuple(decode), token_budget if occurs else 0)
+    can_occur = 1 < token_budget <= LARGEST_CHUNK and token_budget < max_model_len
+    return GraphSizes(tuple(decode), token_budget if can_occur else 0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class StepGraphs:
         )
         self._pool: Any = None
         started = time.monotonic()
-        # Largest first: the smaller ones find room in what it allocated.
+        # Largest first: smaller graphs reuse the memory that the largest one allocated.
         self._chunk = self._record(1, sizes.chunk) if sizes.chunk else None
         self._decode = {size: self._record(size, 1) for size in reversed(sizes.decode)}
         log.info(
@@ -104,8 +104,8 @@ class StepGraphs:
         )
 
     def decode(self, batch: Seq[ScheduledSequence], previous: SampledBatch | None) -> torch.Tensor | None:
-        """Logits [len(batch), vocab_size] of a batch of single tokens, valid until the next call; None if it is none,
-        or has more sequences than were recorded. previous: see `step_inputs`."""
+        """Logits [len(batch), vocab_size] of a decode batch, valid until the next call. None if the batch has chunks,
+        or more sequences than the largest recorded size. previous: see `step_inputs`."""
         size = self._sizes.decode_size_for(len(batch))
         if size is None or any(entry.num_new_tokens != 1 or not entry.is_sampled for entry in batch):
             return None
@@ -116,7 +116,7 @@ class StepGraphs:
         return recording.logits[: len(batch)]
 
     def chunk(self, batch: Seq[ScheduledSequence]) -> bool:
-        """Computes a batch of one chunk that was recorded. False if it is none."""
+        """Computes a batch that is one chunk of the recorded size. False, and nothing computed, for any other batch."""
         if self._chunk is None or len(batch) != 1:
             return False
         [entry] = batch
@@ -135,7 +135,7 @@ class StepGraphs:
     def _record(self, num_sequences: int, tokens_each: int) -> _Recording:
         device = self._backend.device
         plan = RecordedPlan(self._backend, num_sequences, tokens_each, self._page_ids)
-        # They write to page 0, which nobody has yet.
+        # The recorded runs write to page 0, which no sequence holds yet.
         table = [0] * num_pages_for(tokens_each, self._backend.page_size)
         dummy = Sequence("recording", [0] * tokens_each, tokens_each, page_table=table)
         plan.update([ScheduledSequence(dummy, tokens_each)] * num_sequences)
@@ -154,7 +154,7 @@ class StepGraphs:
         return _Recording(graph, plan, token_ids, positions, logits)
 
     def _capture(self, forward: Callable[[], torch.Tensor | None]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor | None]:
-        """A graph that does what `forward` does, and what it returned, which each replay writes anew."""
+        """A graph of `forward`, and the tensor that `forward` returned; each replay overwrites that tensor."""
         device = self._backend.device
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))

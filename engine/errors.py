@@ -1,14 +1,14 @@
 """Errors of the engine.
 
-EngineError                     anything below
+EngineError                     any error below
 ├── ModelLoadError              the model folder is missing, incomplete or broken
 │   └── UnsupportedModelError   the model computes something the engine has no state or kernel for
-└── PagePoolError               a page was given back twice, or by someone who does not own it
+└── PagePoolError               a page was released twice, or by someone who does not own the page
 """
 
 
 class EngineError(Exception):
-    """Anything the engine refuses to do."""
+    """Any error of the engine."""
 
 
 class ModelLoadError(EngineError):
@@ -20,4 +20,4 @@ class UnsupportedModelError(ModelLoadError):
 
 
 class PagePoolError(EngineError):
-    """A page was given back twice, or by someone who does not own it: a defect of ours, never of a client."""
+    """A page was released twice, or by someone who does not own the page. This is a bug of ours, never of a client."""

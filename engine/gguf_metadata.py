@@ -1,8 +1,8 @@
-"""What a GGUF file says of its model, carried over to a `transformers` config, or refused by name.
+"""Carries a GGUF file's metadata over to a `transformers` config.
 
-`transformers` reads the weights and a part of the metadata and passes over the rest in silence: RoPE scaling, the
-tensor `rope_freqs`, attention windows, soft caps. Here every key of the architecture's own is known, or the file is
-refused; and what the finished config says is compared with the file again.
+`transformers` reads the weights and a part of the metadata and ignores the rest silently: RoPE scaling, the tensor
+`rope_freqs`, attention windows, soft caps. This module handles every key of the architecture, or raises an error that
+names the unknown key. Afterwards the finished config is compared with the file.
 The keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and the `gguf` package's constants.
 """
 
@@ -18,7 +18,7 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from engine.errors import ModelLoadError, UnsupportedModelError
 
 ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3"})
-"""Those whose conversion is compared with the original in the tests."""
+"""Architectures whose conversion the tests compare with the original model."""
 _WINDOWED = frozenset({"gemma2", "gemma3", "phi3"})
 _ATTRIBUTES = {
     "context_length": "max_position_embeddings",
@@ -37,7 +37,7 @@ _ATTRIBUTES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""Key, without the architecture's name, to the config's attribute."""
+"""GGUF key, without the architecture's prefix, to attribute of the config."""
 _OFF: dict[str, Any] = {
     "expert_count": 0,
     "expert_used_count": 0,
@@ -46,8 +46,8 @@ _OFF: dict[str, Any] = {
     "attention.sliding_window": 0,
     "use_parallel_residual": False,
 }
-"""Values that ask for what is done anyway."""
-_LOOKED_AT_BY_NAME = frozenset(
+"""Values that equal the default behaviour."""
+_HANDLED_KEYS = frozenset(
     {
         "rope.freq_base",
         "rope.freq_base_swa",
@@ -64,7 +64,7 @@ _LOOKED_AT_BY_NAME = frozenset(
         "tensor_data_layout",
     }
 )
-"""Keys that are looked at by name below, or change nothing (the last one)."""
+"""Keys that the code below reads by name, and one key that has no effect (the last)."""
 _ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 _GEMMA3_PATTERN = 6
 _LLAMA3_CANDIDATES = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
@@ -73,40 +73,40 @@ TOLERANCE = 1e-4
 
 
 class GgufMetadata:
-    """What one file says. Raises ModelLoadError if it can't be read, UnsupportedModelError if it can't be carried."""
+    """Metadata of one file. Raises ModelLoadError if the file can't be read, UnsupportedModelError if unsupported."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._reader = GGUFReader(path)
-        except Exception as error:  # whatever a library makes of a broken file
-            raise ModelLoadError(f"it is no whole GGUF file: {error}") from error
+        except Exception as error:  # libraries raise any type for a broken file
+            raise ModelLoadError(f"it is not a complete GGUF file: {error}") from error
         self.architecture = str(self.get("general.architecture") or "")
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModelError(
-                f"GGUF files of architecture {self.architecture or '(none)'} are not served; those of "
-                f"{', '.join(sorted(ARCHITECTURES))} are"
+                f"GGUF files of architecture {self.architecture or '(none)'} are not supported; supported are "
+                f"{', '.join(sorted(ARCHITECTURES))}"
             )
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
     def get(self, key: str) -> Any:
-        """The value of a whole key; None: it is not there."""
+        """The value of a full key; None: the file does not have the key."""
         field = self._reader.fields.get(key)
         return None if field is None else field.contents()
 
     def own(self, name: str) -> Any:
-        """The value of a key of the architecture."""
+        """The value of a key with the architecture's prefix; None: the file does not have the key."""
         return self.get(f"{self.architecture}.{name}")
 
     def apply(self, config: Any) -> None:
-        """Sets in a config what transformers left out. Raises UnsupportedModelError naming a key that has no place."""
+        """Sets the config values that transformers left out. Raises UnsupportedModelError naming an unknown key."""
         prefix = f"{self.architecture}."
         for key in self._reader.fields:
             name = key.removeprefix(prefix)
-            if not key.startswith(prefix) or name in _LOOKED_AT_BY_NAME or self.own(name) == _OFF.get(name):
+            if not key.startswith(prefix) or name in _HANDLED_KEYS or self.own(name) == _OFF.get(name):
                 continue
             attribute = _ATTRIBUTES.get(name)
-            has_place = attribute is not None and (hasattr(config, attribute) or name == "attention.key_length")
-            if not has_place or (attribute == "sliding_window" and self.architecture not in _WINDOWED):
+            is_known = attribute is not None and (hasattr(config, attribute) or name == "attention.key_length")
+            if not is_known or (attribute == "sliding_window" and self.architecture not in _WINDOWED):
                 raise UnsupportedModelError(f"{key} = {self.own(name)} is not known for this kind of model")
             if attribute is not None and hasattr(config, attribute):
                 setattr(config, attribute, self.own(name))
@@ -117,25 +117,25 @@ class GgufMetadata:
         config.rope_parameters = self._rope_parameters(config)
 
     def differences(self, config: Any) -> list[str]:
-        """What a config says otherwise than the file."""
+        """Differences between a config and the file, one sentence each."""
         found = []
         for name, attribute in _ATTRIBUTES.items():
             value = self.own(name)
             if value is None or value == _OFF.get(name):
                 continue
-            there = self._head_dim(config) if attribute == "head_dim" else getattr(config, attribute, None)
-            if not _is_close(there, value):
-                found.append(f"{attribute} {there}, {self.architecture}.{name} {value}")
+            ours = self._head_dim(config) if attribute == "head_dim" else getattr(config, attribute, None)
+            if not _is_close(ours, value):
+                found.append(f"{attribute} is {ours}, but {self.architecture}.{name} is {value}")
         rope = self._rope_parameters(config)
         if not _is_same_rope(config.rope_parameters, rope):
-            found.append(f"rope_parameters {config.rope_parameters}, the file's {rope}")
+            found.append(f"rope_parameters are {config.rope_parameters}, but those of the file are {rope}")
         is_tied = "output.weight" not in self.tensors
         if bool(config.tie_word_embeddings) != is_tied:
-            found.append(f"tie_word_embeddings {config.tie_word_embeddings}, output.weight is there: {not is_tied}")
+            found.append(f"tie_word_embeddings is {config.tie_word_embeddings}, but the file says {is_tied}")
         return found
 
     def num_weights(self) -> int:
-        """Elements of all tensors that are weights."""
+        """Number of elements of all weight tensors."""
         return sum(int(tensor.n_elements) for name, tensor in self.tensors.items() if name not in _ROPE_TENSORS)
 
     @staticmethod
@@ -143,14 +143,15 @@ class GgufMetadata:
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def _gemma_attention_scalar(self) -> int:
-        """No key says it. All published models scale by the size of a head, but the two of 27B, by their layers."""
+        """The file has no key for this scalar. Published models use the head size, except the two 27B models, which are
+        recognized by their number of layers."""
         heads, key_length = self.own("attention.head_count"), self.own("attention.key_length")
         if self.own("block_count") == {"gemma2": 46, "gemma3": 62}[self.architecture]:
             return int(self.own("embedding_length")) // int(heads)
         return int(key_length or self.own("embedding_length") // heads)
 
     def _rope_parameters(self, config: Any) -> dict[str, Any]:
-        """As configs hold them. Raises UnsupportedModelError naming what has no place there."""
+        """RoPE parameters in the form of a config. Raises UnsupportedModelError naming a value without such a form."""
         head_dim = self._head_dim(config)
         if (self.own("attention.value_length") or head_dim) != head_dim:
             raise UnsupportedModelError(f"attention.value_length differs from the size of a head, {head_dim}")
@@ -209,14 +210,16 @@ class GgufMetadata:
         )
 
     def _check_longrope_factor(self, stretch: float, original: int) -> None:
-        """transformers derives the attention factor; the file may name another one."""
+        """transformers derives the attention factor. Raises UnsupportedModelError if the file has another factor."""
         derived = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-        said = self.own("rope.scaling.attn_factor")
-        if said is not None and not _is_close(derived, said, 1e-2):
-            raise UnsupportedModelError(f"rope.scaling.attn_factor is {said}; longrope's own would be {derived:.4f}")
+        given = self.own("rope.scaling.attn_factor")
+        if given is not None and not _is_close(derived, given, 1e-2):
+            raise UnsupportedModelError(
+                f"rope.scaling.attn_factor is {given}; only longrope's {derived:.4f} is supported"
+            )
 
     def _llama3(self, factors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
-        """Parameters whose frequencies are those of `rope_freqs`, which holds plain over scaled ones."""
+        """Llama 3 parameters that give the frequency ratios (plain / scaled) in the tensor `rope_freqs`."""
         if np.allclose(factors, 1.0):
             return {"rope_type": "default"}
         plain = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -234,24 +237,24 @@ class GgufMetadata:
                     "high_freq_factor": high,
                     "original_max_position_embeddings": original,
                 }
-        raise UnsupportedModelError("the tensor rope_freqs holds factors that are none of Llama 3's")
+        raise UnsupportedModelError("the tensor rope_freqs holds factors that no Llama 3 model has")
 
 
 def merge_parts(parts: list[Path], target: Path) -> None:
-    """Writes one file with the metadata of the first part and the tensors of all, their bytes as they are.
+    """Writes one file with the metadata of the first part and the unchanged tensors of all parts.
 
-    Raises ModelLoadError if these are not all parts of one file, in order.
+    Raises ModelLoadError if `parts` are not all parts of one file, in order.
     """
     readers = [GGUFReader(part) for part in parts]
     first = readers[0]
     for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
-        said = (_number(reader, "split.no"), _number(reader, "split.count"))
-        if said != (number, len(parts)):
-            raise ModelLoadError(f"{part.name} says that it is part {said[0]} (from 0) of {said[1]}")
+        found = (_number(reader, "split.no"), _number(reader, "split.count"))
+        if found != (number, len(parts)):
+            raise ModelLoadError(f"{part.name} says that it is part {found[0]} (from 0) of {found[1]}")
     tensors = [(reader, tensor) for reader in readers for tensor in reader.tensors]
     if _number(first, "split.tensors.count") != len(tensors):
         raise ModelLoadError(
-            f"{parts[0].name} says that there are {_number(first, 'split.tensors.count')} tensors; the parts have "
+            f"{parts[0].name} says that there are {_number(first, 'split.tensors.count')} tensors, but the parts have "
             f"{len(tensors)}"
         )
     writer = GGUFWriter(target, first.fields["general.architecture"].contents(), endianess=first.endianess)
@@ -260,7 +263,7 @@ def merge_parts(parts: list[Path], target: Path) -> None:
         if name == "general.architecture" or name.startswith(("GGUF.", "split.")):
             continue
         kind, value = field.types[0], field.contents()
-        is_empty_array = kind == GGUFValueType.ARRAY and not value  # which the writer can't write
+        is_empty_array = kind == GGUFValueType.ARRAY and not value  # GGUFWriter can't write empty arrays
         if is_empty_array:
             continue
         writer.add_key_value(name, value, kind, field.types[-1] if kind == GGUFValueType.ARRAY else None)
@@ -281,24 +284,24 @@ def _number(reader: GGUFReader, key: str) -> int | None:
 
 
 def _is_close(one: Any, other: Any, tolerance: float = TOLERANCE) -> bool:
-    """Equal numbers; files hold 32-bit floats."""
+    """Whether numbers are equal up to the precision of the 32-bit floats in files."""
     return one is not None and math.isclose(float(one), float(other), rel_tol=tolerance)
 
 
 def _is_same_rope(one: Any, other: dict[str, Any]) -> bool:
-    """All that `other` says, `one` says too."""
+    """Whether `one` has every entry of `other`, with the same value."""
     if not isinstance(one, dict):
         return False
     for name, value in other.items():
-        there = one.get(name)
+        found = one.get(name)
         if isinstance(value, dict):
-            same = _is_same_rope(there, value)
+            same = _is_same_rope(found, value)
         elif isinstance(value, str):
-            same = there == value
+            same = found == value
         elif isinstance(value, list):
-            same = isinstance(there, list) and np.allclose(there, value, rtol=TOLERANCE)
+            same = isinstance(found, list) and np.allclose(found, value, rtol=TOLERANCE)
         else:
-            same = _is_close(there, value)
+            same = _is_close(found, value)
         if not same:
             return False
     return True

@@ -2,7 +2,7 @@
 
     [num_pages + NUM_TEST_PAGES, num_layers, 2, num_kv_heads, page_size, head_dim]
 
-A page of all layers is one contiguous run, so one write moves it; a head slice of a layer is contiguous too.
+The bytes of a page are contiguous over all layers, so one write moves a page. One head of one layer is contiguous too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 
 PAGE_AXES = "layer,kv,head,token,dim"
 MOST_LAYER_GROUPS = 4
-"""Into so many parts, at most, a page can be cut to be sent layer by layer."""
+"""Most parts into which a page is split to be sent layer by layer."""
 NUM_TEST_PAGES = 4
-"""Pages behind those of the pool that tests of connections are written to; no sequence ever has them."""
+"""Pages after those of the pool. Connection tests write to these pages; no sequence ever holds them."""
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """What one token's KV looks like in a model, found by running the model once."""
+    """Shape of one token's KV in a model, found by running the model once."""
 
     num_layers: int
     num_kv_heads: int
@@ -36,7 +36,7 @@ class KvCache:
         self.num_pages, self.num_test_pages = num_pages, NUM_TEST_PAGES
         self.page_size = page_size
         self.shape = shape
-        # Zeros, not uninitialised memory: attention multiplies padding by 0, and 0 * NaN is NaN.
+        # Zeros, not uninitialized memory: attention multiplies padding by 0, and 0 * NaN is NaN.
         self.tensor = torch.zeros(
             (num_pages + NUM_TEST_PAGES, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim),
             dtype=dtype,
@@ -45,7 +45,7 @@ class KvCache:
 
     @property
     def num_layer_groups(self) -> int:
-        """Equal groups of neighbouring layers that a page can be sent in."""
+        """Number of equal groups of consecutive layers in which a page can be sent."""
         layers = self.shape.num_layers
         return next(n for n in range(min(MOST_LAYER_GROUPS, layers), 0, -1) if layers % n == 0)
 

@@ -1,7 +1,7 @@
-"""Loads a `transformers` model so that its attention runs over pages, and finds out what it needs.
+"""Loads a `transformers` model so that its attention runs over pages.
 
-What can't run is refused here, with the reason, never during a request:
-a probe runs the model once on a few tokens and records what each layer asks of attention.
+A model that can't be served is rejected here with the reason, never during a request. A dry run of a few tokens records
+which attention options and which KV shape each layer needs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.packed_linear import pack_linears
 ATTENTION_NAME = "kvferry_paged"
 PLAN_KEYWORD = "kvferry_plan"
 
-# Keywords that attention functions get and that ask for nothing beyond what the plan does.
+# Keywords of attention functions that change nothing, since a plan already does what they ask for.
 _HARMLESS_KEYWORDS = frozenset(
     {
         PLAN_KEYWORD,
@@ -43,9 +43,9 @@ _HARMLESS_KEYWORDS = frozenset(
     }
 )
 _KEYWORD_MEANINGS = {"s_aux": "attention sinks", "head_mask": "a mask of heads", "position_bias": "a position bias"}
-"""What attention keywords are called by people."""
+"""Readable names of attention keywords."""
 _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
-"""Ends of names of buffers that old checkpoints hold and that models compute themselves."""
+"""Name suffixes of buffers in old checkpoints; models compute these buffers themselves."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # RoPE kinds whose frequencies depend on the longest sequence of a step: one request would change another's.
 _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -53,7 +53,7 @@ _LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What must be equal on two workers before pages of one mean anything to the other."""
+    """Values that must be equal on two workers before one can use pages of the other."""
 
     config_hash: str
     weights_hash: str
@@ -64,23 +64,23 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """How many weights a token meets on its way; for speed bounds."""
+    """Number of weights that a token is multiplied with; for speed bounds."""
 
     body: int
-    """All but the embedding and the LM head."""
+    """All weights except the embedding and the LM head."""
     head: int
-    """The LM head, which only sampled tokens meet."""
+    """The LM head. Only rows that are sampled need it."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what was found out about it."""
+    """A model ready to run, and its properties."""
 
     model: Any
     kv_shape: KvShape
     num_query_heads: int
     attention_options: tuple[AttentionOptions, ...]
-    """What its layers ask of attention, each kind once."""
+    """Attention options of its layers, without duplicates."""
     dtype: torch.dtype
     device: torch.device
     vocab_size: int
@@ -91,7 +91,7 @@ class LoadedModel:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device meant by `name`. Raises ModelLoadError if this machine lacks it."""
+    """The device called `name`. Raises ModelLoadError if this machine does not have that device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -99,7 +99,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ModelLoadError(f"--device {name}: {error}") from error
     if device.type not in ("cpu", "cuda"):
-        raise ModelLoadError(f"--device {name}: known are cpu, cuda and cuda:N")
+        raise ModelLoadError(f"--device {name}: it must be cpu, cuda or cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ModelLoadError(f"--device {name}: torch sees no GPU here")
@@ -110,7 +110,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
-    """The element type meant by `name`; "auto" is bfloat16 where the processor computes in it, else float32."""
+    """The element type called `name`; "auto" is bfloat16 if the processor has bfloat16 instructions, else float32."""
     if name != "auto":
         return _DTYPES[name]
     if torch.device(device).type != "cpu":
@@ -119,7 +119,7 @@ def resolve_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
 
 
 def _processor_has_bfloat16() -> bool:
-    """Whether the processor has bf16 instructions; without them bf16 is slower than fp32."""
+    """Whether the processor has bf16 instructions. Without such instructions bf16 is slower than fp32."""
     if platform.system() != "Linux":
         return False
     flags = next(
@@ -146,7 +146,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     max_model_len = _max_model_len(config, text_config)
     _refuse_foreign_state(text_config)
     check_weights(folder)
-    # Worker logs are no terminals, and what is said of the weights is read below.
+    # A worker's log is not a terminal. Warnings about weights are not needed: `load_weights` reads the loading info.
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     model = load_weights(folder, dtype, attn_implementation=ATTENTION_NAME)
@@ -154,62 +154,65 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
-    """A `transformers` model in which each weight is that of the files.
+    """A `transformers` model whose weights all come from the files.
 
     options: for `from_pretrained`.
-    Raises ModelLoadError if the files lack a tensor, hold one that the model has no place for, or one of another shape:
-    transformers fills what is missing with random numbers, and each process with others.
+    Raises ModelLoadError if a tensor is missing, unexpected, or of another shape. transformers would fill missing
+    weights with random numbers, different in each process.
     """
     try:
-        model, said = AutoModelForCausalLM.from_pretrained(
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # told below, by name
+            ignore_mismatched_sizes=True,  # reported below, by name
             **options,
         )
     except Exception as error:
-        # Whatever a library makes of a broken file: it is about this folder.
+        # Libraries raise any type for a broken file. The message must name the folder.
         first_line = next(iter(str(error).strip().splitlines()), "")
         message = f"--model {folder} can't be loaded: {first_line or type(error).__name__}"
         if "Unrecognized configuration class" in message:
-            raise UnsupportedModelError(f"--model {folder}: transformers knows no text generation for it") from error
+            raise UnsupportedModelError(
+                f"--model {folder}: transformers has no text generation model for it"
+            ) from error
         raise ModelLoadError(message) from error
-    missing = sorted(said["missing_keys"])
-    unexpected = sorted(name for name in said["unexpected_keys"] if not name.endswith(_HARMLESS_TENSORS))
+    missing = sorted(loading_info["missing_keys"])
+    unexpected = sorted(name for name in loading_info["unexpected_keys"] if not name.endswith(_HARMLESS_TENSORS))
     mismatched = [
-        f"{name} (file {list(found)}, model {list(wanted)})" for name, found, wanted in sorted(said["mismatched_keys"])
+        f"{name} (file {list(found)}, model {list(wanted)})"
+        for name, found, wanted in sorted(loading_info["mismatched_keys"])
     ]
     problems = [
         f"{what} {some_names(names)}"
         for what, names in (
             ("its files lack", missing),
-            ("its config has no place for", unexpected),
-            ("of another shape than its config says:", mismatched),
-            ("can't be read:", sorted(map(str, said.get("error_msgs", ())))),
+            ("the model does not have", unexpected),
+            ("of another shape than in its config:", mismatched),
+            ("can't be read:", sorted(map(str, loading_info.get("error_msgs", ())))),
         )
         if names
     ]
     if problems:
         raise ModelLoadError(
-            f"--model {folder}: its weights are not those of a {model.config.model_type} model for text generation: "
+            f"--model {folder}: its weights do not fit a {model.config.model_type} model for text generation: "
             f"{'; '.join(problems)}"
         )
     return model
 
 
 def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity) -> LoadedModel:
-    """Makes a `transformers` model, whose attention is ATTENTION_NAME, ready to run over pages on the device it is on.
+    """Makes a `transformers` model, loaded with attention ATTENTION_NAME, ready to run over pages on its device.
 
-    Raises UnsupportedModelError if it can't be run.
+    Raises UnsupportedModelError if the model can't be run.
     """
     model = model.eval().requires_grad_(False)
     text_config = model.config.get_text_config()
     vocab_size, num_parameters = _sizes(model)
     pack_linears(model)
     replace_rms_norms(model)
-    shape, options = _probe(model, text_config)
+    shape, options = _dry_run(model, text_config)
     return LoadedModel(
         model=model,
         kv_shape=shape,
@@ -247,18 +250,18 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function registered with `transformers`.
 
-    query, key, value: [1, heads, num_tokens, head_dim], one flat row of all sequences of the step.
+    query, key, value: [1, heads, num_tokens, head_dim]; the tokens of all sequences of the step, concatenated.
     Returns ([1, num_tokens, num_heads, head_dim], None).
-    Raises UnsupportedModelError for a keyword it does not know: ignoring one would give wrong text.
+    Raises UnsupportedModelError for an unknown keyword: ignoring the keyword could give wrong text.
     """
     unknown = [name for name, given in keywords.items() if name not in _HARMLESS_KEYWORDS and given is not None]
     if unknown:
         names = ", ".join(sorted(_KEYWORD_MEANINGS.get(name, name) for name in unknown))
         raise UnsupportedModelError(f"its attention needs {names}, which paged attention lacks")
     if keywords.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModelError("its attention looks at later tokens too: it is an encoder")
+        raise UnsupportedModelError("its attention also attends to later tokens: it is an encoder")
     if attention_mask is not None:
-        raise UnsupportedModelError("its attention brings a mask of its own, which paged attention can't honour")
+        raise UnsupportedModelError("its attention uses a mask of its own, which paged attention does not support")
     plan: AttentionPlan = keywords[PLAN_KEYWORD]
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -274,8 +277,8 @@ def paged_attention(
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
 
 
-class _ProbePlan:
-    """Records what each layer brings to attention instead of computing it."""
+class _DryRunPlan:
+    """Records the KV shape and attention options of each layer instead of computing attention."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int, int]] = {}
@@ -284,9 +287,9 @@ class _ProbePlan:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Notes the shape of a layer's keys and values; the output's values do not matter."""
+        """Records the shape of a layer's keys and values. Returns zeros."""
         if layer in self.layers:
-            raise UnsupportedModelError(f"layer {layer} attends twice per token")
+            raise UnsupportedModelError(f"layer {layer} computes attention twice per token")
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads can't share {key.shape[1]} KV heads evenly")
         self.layers[layer] = (key.shape[1], key.shape[2], value.shape[2])
@@ -294,8 +297,8 @@ class _ProbePlan:
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def _probe(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOptions, ...]]:
-    plan = _ProbePlan()
+def _dry_run(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOptions, ...]]:
+    plan = _DryRunPlan()
     num_tokens = 3
     name = text_config.model_type
     positions = torch.arange(num_tokens, device=model.device).unsqueeze(0)
@@ -316,7 +319,7 @@ def _probe(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOption
     if sorted(plan.layers) != list(range(num_layers)):
         missing = sorted(set(range(num_layers)) - set(plan.layers))
         raise UnsupportedModelError(
-            f"model type {name} can't be served: layers {missing[:4]} keep state other than paged keys and values"
+            f"model type {name} can't be served: layers {missing[:4]} keep state other than keys and values"
         )
     shapes = set(plan.layers.values())
     if len(shapes) > 1:
@@ -337,15 +340,15 @@ def _refuse_foreign_state(text_config: Any) -> None:
     if foreign:
         raise UnsupportedModelError(
             f"model type {text_config.model_type} can't be served: it has layers of kind {', '.join(foreign)}; "
-            f"known are {', '.join(sorted(known))}"
+            f"supported are {', '.join(sorted(known))}"
         )
 
 
 def _trained_len(text_config: Any) -> int:
-    """The longest sequence that a model was made for, in tokens.
+    """The longest sequence that a model was trained for, in tokens.
 
-    YaRN (Peng et al. 2023, arXiv 2309.00071) stretches the original length by its factor; model cards ask people to
-    add it to config.json and leave `max_position_embeddings` as it is.
+    YaRN (Peng et al. 2023, arXiv 2309.00071) multiplies the original length by its factor. Model cards ask users to add
+    YaRN to config.json without a change of `max_position_embeddings`.
     """
     trained: int = getattr(text_config, "max_position_embeddings", None) or 2048
     stretched = [
@@ -368,14 +371,14 @@ def _max_model_len(config: EngineConfig, text_config: Any) -> int:
                 wanted = min(wanted, original)
             elif wanted > original:
                 raise UnsupportedModelError(
-                    f"--max-model-len is {wanted}, but this model's {rope['rope_type']} RoPE changes beyond {original} "
-                    f"tokens with the longest request of a step; use --max-model-len {original} or less"
+                    f"--max-model-len is {wanted}, but beyond {original} tokens this model's {rope['rope_type']} RoPE "
+                    f"depends on the longest sequence of a step; use --max-model-len {original} or less"
                 )
     return wanted
 
 
 def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
-    """RoPE parameters, one entry per kind of layer that has its own."""
+    """RoPE parameters, one entry per kind of layer with parameters of its own."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in rope.values()):
         return [value for value in rope.values() if isinstance(value, dict)]
@@ -398,7 +401,7 @@ def _identity(folder: Path, hf_config: Any, text_config: Any) -> ModelIdentity:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Tells checkpoints apart without reading them whole: sizes, headers and samples of each weights file."""
+    """Identifies a checkpoint without reading all of its bytes: hashes size, header and samples of each file."""
     digest = hashlib.sha256()
     sample_bytes, num_samples = 4096, 64
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
@@ -420,7 +423,7 @@ def _sha256(data: bytes) -> str:
 
 
 def set_threads(threads: int | None) -> int:
-    """Fixes the number of compute threads of this process; unset means one per usable core. Returns it."""
+    """Sets the number of compute threads of this process; None: one per usable core. Returns the number."""
     number = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(number)
     return number

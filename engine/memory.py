@@ -1,4 +1,4 @@
-"""How many KV pages a GPU has room for beside the weights and the largest step."""
+"""Computes how many KV pages fit on a GPU beside the weights and the largest step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from engine.sequence import SamplingParams, ScheduledSequence, Sequence, num_pag
 log = logging.getLogger(__name__)
 
 UNSEEN_BYTES = 1 << 30
-"""What torch's allocator does not know of: CUDA's context, loaded kernels, the transport."""
+"""Memory that torch's allocator does not count: CUDA's context, loaded kernels, the transport."""
 GRAPH_BYTES = 40 << 20
-"""Of each recorded size beside its logits: FlashInfer's plan, and what sizes do not share of the activations."""
+"""Per recorded size and kind of attention, logits not counted: FlashInfer's plan and unshared activations."""
 
 
 def pages_that_fit(loaded: LoadedModel, config: EngineConfig, num_tokens: int, num_sequences: int) -> int:
-    """Pages for a pool that takes, together with everything else, `config.memory_fraction` of the GPU.
+    """Pages for a pool, so that the worker takes `config.memory_fraction` of the GPU in total.
 
-    A step of `num_tokens` tokens in `num_sequences` sequences is run and sampled to see what it needs.
+    Runs and samples one step of `num_tokens` tokens in `num_sequences` sequences to measure its memory.
     Raises ModelLoadError if not even one page fits.
     """
     device = loaded.device
@@ -63,7 +63,7 @@ def pages_that_fit(loaded: LoadedModel, config: EngineConfig, num_tokens: int, n
 
 
 def _measure_step(loaded: LoadedModel, config: EngineConfig, num_tokens: int, num_sequences: int) -> int:
-    """Most bytes that a step needs beside weights and pages."""
+    """Peak bytes of a step, weights and pages not counted."""
     num_sequences = min(num_sequences, num_tokens)
     each, rest = divmod(num_tokens, num_sequences)
     lengths = [min(loaded.max_model_len - 1, each + (1 if n < rest else 0)) for n in range(num_sequences)]
@@ -81,12 +81,12 @@ def _measure_step(loaded: LoadedModel, config: EngineConfig, num_tokens: int, nu
     backend = choose_attention(loaded, cache, config.attention)
     runner = ModelRunner(loaded, cache, backend)
     logits = runner.run(batch).logits
-    assert logits is not None  # every sequence is computed to its end
+    assert logits is not None  # the step reaches the last token of every sequence
     sample(logits, [entry.sequence for entry in batch]).wait()
     torch.cuda.synchronize(loaded.device)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before - cache_bytes
     if isinstance(backend, TorchPagedAttention):
-        # It gathers what a step's sequences have before them, which these had nothing of.
+        # The backend also gathers earlier tokens of each sequence. The sequences of this test step have none.
         peak += backend.most_gathered_bytes(num_sequences * loaded.max_model_len)
     del logits, runner, backend, cache
     torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""`python -m engine.model_conversion FILE.gguf FOLDER`: a GGUF file as bf16 safetensors. Needs torch.
+"""Converts a GGUF file to bf16 safetensors: `python -m engine.model_conversion FILE.gguf FOLDER`. Needs torch.
 
-transformers converts; what it leaves out is set from the file's metadata, and the finished folder is compared with
-the file before it counts as prepared.
+transformers converts the weights. Metadata that transformers ignores is set from the file. At the end the folder is
+compared with the file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _OWN_SPLITS = {
     ),
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
 }
-"""How byte-level vocabularies cut a text before merging, by `tokenizer.ggml.pre`: what transformers does not know."""
+"""Pre-tokenizers of byte-level vocabularies that transformers lacks, by `tokenizer.ggml.pre`."""
 
 
 def convert(gguf: Path, target: Path) -> None:
     """Dequantizes the weights and saves model and tokenizer. gguf: the file, or any part of it.
 
-    Raises ModelLoadError if it is not whole, UnsupportedModelError naming what of it can't be carried over.
+    Raises ModelLoadError if the file is incomplete, UnsupportedModelError naming metadata that is not supported.
     """
-    # Alone in a folder: transformers would prefer a tokenizer.json that lies beside it.
+    # Alone in a folder: transformers would prefer a tokenizer.json beside the GGUF to the GGUF's own tokenizer.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         alone = Path(folder) / "model.gguf"
         parts = gguf_parts(gguf)
@@ -46,7 +46,7 @@ def convert(gguf: Path, target: Path) -> None:
         else:
             alone.symlink_to(gguf.resolve())
         _convert(alone, target)
-    # So that the first start does not have to.
+    # Compile the kernels now, so that the first start does not wait for the compiler.
     load_kernels()
 
 
@@ -57,22 +57,22 @@ def _convert(gguf: Path, target: Path) -> None:
     metadata.apply(config)
     tokenizer = AutoTokenizer.from_pretrained(**where)
     _set_split(tokenizer, metadata)
-    model, said = AutoModelForCausalLM.from_pretrained(
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
         **where,
         config=config,
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
     )
-    if said["missing_keys"]:
-        raise ModelLoadError(f"the file lacks weights: {some_names(sorted(said['missing_keys']))}")
+    if loading_info["missing_keys"]:
+        raise ModelLoadError(f"the file lacks weights: {some_names(sorted(loading_info['missing_keys']))}")
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     if num_weights != metadata.num_weights():
         raise UnsupportedModelError(
-            f"the file's tensors have {metadata.num_weights()} elements, the model takes {num_weights} of them: it has "
-            "weights that this kind of model has no place for"
+            f"the file's tensors have {metadata.num_weights()} elements, but the model uses {num_weights} of them: the "
+            "file has weights that this kind of model does not have"
         )
-    # The saved weights are plain; a quantization_config would make loaders look for packed ones.
+    # The saved weights are not quantized. A quantization_config would make loaders look for quantized weights.
     vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _end_token_ids(metadata)
     model.save_pretrained(target)
@@ -81,11 +81,11 @@ def _convert(gguf: Path, target: Path) -> None:
     _check_tokenizer(AutoTokenizer.from_pretrained(target), metadata)
     differences = metadata.differences(AutoConfig.from_pretrained(target))
     if differences:
-        raise UnsupportedModelError(f"it was not carried over as the file says: {'; '.join(differences)}")
+        raise UnsupportedModelError(f"the converted model differs from the file: {'; '.join(differences)}")
 
 
 def _set_split(tokenizer: Any, metadata: GgufMetadata) -> None:
-    """Cuts texts as the file says. Raises UnsupportedModelError for a way that is not known."""
+    """Sets the pre-tokenizer that the file names. Raises UnsupportedModelError if the name is unknown."""
     if metadata.get("tokenizer.ggml.model") != "gpt2":
         return
     name = metadata.get("tokenizer.ggml.pre")
@@ -93,11 +93,11 @@ def _set_split(tokenizer: Any, metadata: GgufMetadata) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = _OWN_SPLITS[name]
     elif name not in GGUF_PRE_TOKENIZER_SPLITS:
         known = ", ".join(sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_OWN_SPLITS}))
-        raise UnsupportedModelError(f"tokenizer.ggml.pre is {name!r}; known are {known}")
+        raise UnsupportedModelError(f"tokenizer.ggml.pre is {name!r}; supported are {known}")
 
 
 def _drop_added_tokens(target: Path, num_tokens: int) -> None:
-    """Tokenizer classes add the special tokens of their own models, which this model has no embedding for."""
+    """Removes special tokens that the tokenizer's class added and that the model has no embedding for."""
     path = target / "tokenizer.json"
     content = json.loads(path.read_text())
     added = content.get("added_tokens", [])
@@ -112,24 +112,26 @@ def _drop_added_tokens(target: Path, num_tokens: int) -> None:
 
 
 def _check_tokenizer(tokenizer: Any, metadata: GgufMetadata) -> None:
-    """Raises UnsupportedModelError if the tokenizer is not the file's."""
+    """Raises UnsupportedModelError if the converted tokenizer differs from the file's."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     ids = range(len(tokens))
-    other = [place for place, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
-             if token != tokens[place]]  # fmt: skip
-    if other or len(tokenizer) > len(tokens):
+    differing = [n for n, token in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True)
+                 if token != tokens[n]]  # fmt: skip
+    if differing or len(tokenizer) > len(tokens):
         raise UnsupportedModelError(
-            f"its tokenizer has {len(tokenizer)} tokens, of which {len(other)} are others than the file's {len(tokens)}"
+            f"its tokenizer has {len(tokenizer)} tokens and the file {len(tokens)}, of which {len(differing)} differ"
         )
     wants_space = metadata.get("tokenizer.ggml.add_space_prefix")
     if wants_space is not None and metadata.get("tokenizer.ggml.model") == "llama":
         has_space = str(tokenizer.tokenize("a")[:1]).count("\u2581") > 0
         if has_space != bool(wants_space):
-            raise UnsupportedModelError(f"tokenizer.ggml.add_space_prefix is {wants_space}, which is not carried over")
+            raise UnsupportedModelError(
+                f"tokenizer.ggml.add_space_prefix is {wants_space}, but the converted tokenizer differs"
+            )
 
 
 def _end_token_ids(metadata: GgufMetadata) -> list[int]:
-    """Tokens that end an answer: end of sequence, of turn, of message."""
+    """Tokens that end an output: end of sequence, of turn, of message."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return sorted({int(token) for token in named if token is not None})
 

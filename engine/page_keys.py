@@ -1,7 +1,7 @@
-"""Names of pages by content: what a prefix cache finds them by, in every process the same. No torch in here.
+"""Keys under which prefix caches find pages, equal in every process. This module does not import torch.
 
-A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids; the first parent is made of the cache salt.
-So equal keys mean equal tokens from the beginning of the sequence on.
+A page's key is a 128-bit BLAKE2b of its parent's key and its own token ids. The first page's parent is a hash of the
+cache salt. So equal keys mean equal tokens from the beginning of the sequence on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ KEY_BYTES = 16
 
 
 def first_parent(cache_salt: str) -> bytes:
-    """The parent of a sequence's first page."""
+    """The parent key of a sequence's first page."""
     return hashlib.blake2b(cache_salt.encode(), digest_size=KEY_BYTES, person=b"kvferry salt").digest()
 
 
 def page_key(parent: bytes, token_ids: Seq[int]) -> bytes:
-    """Key of a full page with these tokens behind `parent`."""
+    """Key of a full page with these tokens after the page with key `parent`."""
     return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
 
 

@@ -1,8 +1,8 @@
-"""Which page holds the KV of which tokens: a chain of hashes over full pages.
+"""Finds pages that already hold the KV of a prefix, by a chain of hashes over full pages.
 
 Keys are made in `page_keys`: equal keys mean equal tokens from the beginning of the sequence on, in every process.
-Only full pages are shared that are wholly computed, or will be before whatever is launched later. Whoever needs logits
-must not match the last token, which has to be computed for them.
+Only full pages are shared. A shared page is computed, or its step is launched before any step that reads the page.
+To get logits, a caller must exclude the last token from the match, because that token has to be computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.sequence import Sequence
 
 
 def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
-    """Keys of all full pages of a sequence's tokens, pending ones left out; made once and kept in the sequence."""
+    """Keys of all full pages of a sequence, without its pending token. Computed once and kept in the sequence."""
     hashes = sequence.page_hashes
     while (len(hashes) + 1) * page_size <= len(sequence.token_ids):
         start = len(hashes) * page_size
@@ -26,7 +26,7 @@ def hash_full_pages(sequence: Sequence, page_size: int) -> list[bytes]:
 
 @dataclass(frozen=True)
 class CacheEvents:
-    """What changed since it was last asked. No key is in both lists: what came and went in between is told once."""
+    """Changes since the last call. No key is in both lists: only the last change of a key is reported."""
 
     added: list[bytes]
     evicted: list[bytes]
@@ -36,20 +36,20 @@ class CacheEvents:
 
 
 class PrefixCache:
-    """Finds and remembers pages. Owns none: holders are counted by the pool, which evicts the least recently used."""
+    """An index of cached pages. The pool counts holders and evicts the least recently used page."""
 
     def __init__(self, pool: PagePool, page_size: int, enabled: bool = True) -> None:
         self._pool, self._page_size, self._enabled = pool, page_size, enabled
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._changed: dict[bytes, bool] = {}  # key -> whether it can be found now
+        self._changed: dict[bytes, bool] = {}  # key -> whether the key is cached now
         pool.on_evict = self._on_evict
 
     def __len__(self) -> int:
         return len(self._page_of)
 
     def match(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Pages that hold the beginning of a sequence, its first `num_tokens` tokens at most. Nothing is locked."""
+        """Cached pages of a sequence's prefix of at most `num_tokens` tokens. The caller has to hold the pages."""
         if not self._enabled:
             return []
         most = num_tokens // self._page_size
@@ -62,7 +62,7 @@ class PrefixCache:
         return found
 
     def publish(self, sequence: Sequence) -> None:
-        """Makes the full, computed pages of a sequence known. Of two equal pages the older one stays."""
+        """Adds the full, computed pages of a sequence to the cache. If a key is cached already, its page stays."""
         if not self._enabled:
             return
         hashes = hash_full_pages(sequence, self._page_size)
@@ -76,7 +76,7 @@ class PrefixCache:
         sequence.num_published_pages = max(num_full, sequence.num_published_pages)
 
     def flush(self) -> None:
-        """Forgets everything; pages in use stay with their holders."""
+        """Empties the cache. Pages in use stay with their holders."""
         for page in list(self._hash_of):
             self._forget(page)
             self._pool.drop(page)
@@ -85,12 +85,12 @@ class PrefixCache:
         """Keys added and evicted since the last call."""
         changed, self._changed = self._changed, {}
         return CacheEvents(
-            added=[key for key, is_known in changed.items() if is_known],
-            evicted=[key for key, is_known in changed.items() if not is_known],
+            added=[key for key, is_cached in changed.items() if is_cached],
+            evicted=[key for key, is_cached in changed.items() if not is_cached],
         )
 
     def keys(self) -> list[bytes]:
-        """Keys of all pages that can be found."""
+        """Keys of all cached pages."""
         return list(self._page_of)
 
     def _on_evict(self, page: int) -> None:

@@ -1,6 +1,6 @@
-"""A sequence: the tokens of one request and how far their KV is computed.
+"""A sequence: the tokens of one request, and how many of them have computed KV.
 
-The counters are the truth. Everything else is derived from them, so nothing can disagree.
+The fields of `Sequence` are the only state. Its properties are derived from the fields, so they can't disagree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from engine.token_history import TokenHistory
 
 @dataclass(frozen=True)
 class LogitBias:
-    """What is added to the logits of some tokens; no token is named twice."""
+    """Values to add to the logits of some tokens; each token occurs once."""
 
     token_ids: array[int]
     """Type code "i"."""
@@ -23,7 +23,7 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token of a sequence is chosen. Values are checked before they get here.
+    """How the next token of a sequence is sampled. The values are validated already.
 
     Applied in this order: penalties, bias, min_tokens, temperature, top_k, top_p, min_p.
     """
@@ -44,40 +44,40 @@ class SamplingParams:
     """0 is off. Per occurrence in the output."""
     logit_bias: LogitBias | None = None
     min_tokens: int = 0
-    """`ending_token_ids` can't be chosen before this many output tokens."""
+    """`ending_token_ids` can't be sampled before this many output tokens."""
     ending_token_ids: tuple[int, ...] = ()
     seed: int = 0
     """Unsigned 64-bit."""
     choice_index: int = 0
-    """Which of a request's several answers this is."""
+    """Index of this choice, if the request asked for several."""
     num_logprobs: int | None = None
-    """Alternatives per position to give log-probabilities of; None: no log-probabilities at all."""
+    """Alternatives per position with log-probabilities; None: no log-probabilities at all."""
     prompt_logprobs: bool = False
-    """Log-probabilities of the prompt too: every prompt token is computed, and logits of all of them are wanted."""
+    """Log-probabilities of the prompt too. Every prompt token is computed, and its logits are kept."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken, without chance."""
+        """Whether the likeliest token is taken, without randomness."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before count."""
+        """Whether earlier tokens change the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def has_filter(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """Whether top_k, top_p or min_p removes unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 MIN_TEMPERATURE = 1e-5
-"""Below this a temperature is greedy: dividing by it would leave one token anyway, and overflow on the way."""
+"""Temperatures below this are greedy: a division by them could overflow, and would leave one token anyway."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The tokens of one request, the pages that hold their KV, and how far that is computed."""
+    """The tokens of one request, the pages of their KV, and how many have computed KV."""
 
     sequence_id: str
     token_ids: list[int]
@@ -87,47 +87,47 @@ class Sequence:
     page_table: list[int] = field(default_factory=list)
     """Page ids in token order."""
     num_computed_tokens: int = 0
-    """Tokens whose K and V exist, or will once the device has done what was launched."""
+    """Tokens whose K and V are computed, or will be once the launched steps are done."""
     num_pending_tokens: int = 0
-    """Output tokens, 1 at most, that a device chooses or has chosen and that the host does not know yet. They are not
-    in `token_ids`, and count as known in everything below: the next step can be planned, and the device has them."""
+    """Sampled tokens, at most 1, that the host has not received from the device yet. A pending token is not in
+    `token_ids`. The properties below count it as known, because the next step can be planned without its value."""
     num_cached_tokens: int = 0
-    """Of the computed ones, those found in the prefix cache."""
+    """Computed tokens that were found in the prefix cache."""
     cache_salt: str = ""
     """Sequences with different salts never share pages."""
     page_hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full pages so far; the prefix cache's."""
+    """Keys of the full pages so far; maintained by the prefix cache."""
     num_published_pages: int = 0
-    """Pages the prefix cache was told about."""
+    """Pages that were added to the prefix cache or found equal to a cached page."""
     history: TokenHistory | None = None
-    """The sampler's, if there are penalties."""
+    """Token counts for penalties; maintained by the sampler. None: not needed so far."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and output."""
+        """Known tokens: prompt and output."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens known; also the index of the next one."""
+        """Known output tokens; also the index of the next output token."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens known whose K and V are still missing."""
+        """Known tokens without computed K and V."""
         return self.num_tokens - self.num_computed_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One entry of a batch: the next `num_new_tokens` tokens of a sequence are to be computed."""
+    """One entry of a batch: a step computes the next `num_new_tokens` tokens of the sequence."""
 
     sequence: Sequence
     num_new_tokens: int
 
     @property
     def is_sampled(self) -> bool:
-        """Whether this step reaches the last known token, so that the next one can be chosen."""
+        """Whether this step reaches the last known token, so that the next token can be sampled."""
         return self.num_new_tokens == self.sequence.num_uncomputed_tokens
 
 

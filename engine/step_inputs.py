@@ -1,4 +1,4 @@
-"""The tokens of a step as the model wants them, on the device."""
+"""Builds the model's input tensors for a step, on the device."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def step_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and positions of all new tokens, each [1, tokens].
 
-    previous: has the tokens that sequences of the batch are waiting for. They never leave the device.
+    previous: the last sampled batch, which has the pending tokens of this batch. Pending tokens stay on the device.
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    pending: dict[int, str] = {}  # place in the flat batch -> sequence id
+    pending: dict[int, str] = {}  # index in the flat batch -> sequence id
     for entry in batch:
         sequence, start = entry.sequence, entry.sequence.num_computed_tokens
         end = start + entry.num_new_tokens
@@ -33,8 +33,8 @@ def step_inputs(
     if not pending:
         both = to_device(torch.tensor([token_ids, positions]), device)
         return both[:1], both[1:]
-    assert previous is not None, "a pending token has been chosen by some step"
-    rows = [previous.rows[pending[place]] if place in pending else -1 for place in range(len(token_ids))]
+    assert previous is not None, "a pending token comes from an earlier step"
+    rows = [previous.rows[pending[index]] if index in pending else -1 for index in range(len(token_ids))]
     all_three = to_device(torch.tensor([token_ids, positions, rows]), device)
-    ids, places, sources = all_three[:1], all_three[1:2], all_three[2:]
-    return torch.where(sources < 0, ids, previous.token_ids[sources.clamp(min=0)]), places
+    ids, at, sources = all_three[:1], all_three[1:2], all_three[2:]
+    return torch.where(sources < 0, ids, previous.token_ids[sources.clamp(min=0)]), at

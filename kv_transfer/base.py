@@ -1,7 +1,7 @@
-"""What kvferry asks of a transport: write pages into a peer's pool, and tell it so afterwards.
+"""The interface of transports, which write pages into a peer's pool and then notify the peer.
 
-The fake stands beside the real thing: `local_transport` (one process) and `nixl_transport` pass the same tests.
-A transport is used by one thread only, the one in `transfer_thread`.
+The fake `local_transport` (one process) and `nixl_transport` pass the same tests.
+Only one thread uses a transport: the thread in `transfer_thread`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class PageRegion:
 
     base_address: int
     num_pages: int
-    """Of all pages, those for tests of connections included."""
+    """Number of pages, test pages included."""
     page_bytes: int
     memory_type: str = "DRAM"
     """"DRAM" or "VRAM"."""
     device_id: int = 0
     num_test_pages: int = 0
-    """The last ones, which only tests of connections are written to."""
+    """Number of test pages, the last pages of the region. Only connection tests write to them."""
     num_layer_groups: int = 1
-    """Equal parts of a page, each the pages' share of some layers, that can be written by themselves."""
+    """Number of equal parts of a page that can be written separately. A part has the K and V of some layers."""
 
 
 class WriteState(Enum):
-    """How far a write is. All but IN_PROGRESS are terminal: our own pages are not read any more.
+    """State of a write. DONE and FAILED are terminal: the write does not read our pages any more.
 
-    After DONE the peer's pages are not written any more either. After FAILED that is not known: measured over TCP,
-    bytes already handed to the kernel still landed when the target drove its progress.
+    After DONE, the write does not change the peer's pages any more either. After FAILED it may. Measured over TCP:
+    bytes that the kernel already had still arrived when the target drove progress.
     """
 
     IN_PROGRESS = "in progress"
@@ -44,16 +44,16 @@ class WriteState(Enum):
 
 
 class WriteHandle(Protocol):
-    """A write that was posted."""
+    """A posted write."""
 
     def poll(self) -> WriteState:
-        """How far it is. After a terminal state the handle is released and keeps answering the same."""
+        """The state of the write. A terminal state releases the handle; later calls return the same state."""
         ...
 
 
 @dataclass(frozen=True)
 class Notification:
-    """A message of a peer. It arrives after the data of the write it was posted with."""
+    """A message of a peer. If the message belongs to a write, the data of the write has arrived before."""
 
     sender: str
     """The peer's agent name."""
@@ -61,21 +61,21 @@ class Notification:
 
 
 class Transport(Protocol):
-    """Moves pages. Agent names carry the incarnation of their process, so a name is never used twice."""
+    """Moves pages. An agent name has the incarnation id of its process, so a name is never used twice."""
 
     name: str
-    """What carries the bytes, for logs and reports, for example "nixl/UCX"."""
+    """Name for logs and reports, for example "nixl/UCX"."""
 
     def endpoint(self) -> kv_pb2.TransferEndpoint:
-        """What a peer needs to write to our pages."""
+        """The data that a peer needs to write to our pages."""
         ...
 
     def connect(self, endpoint: kv_pb2.TransferEndpoint) -> None:
-        """Gets ready to write to a peer. Idempotent. Raises TransferError."""
+        """Prepares writes to a peer. Idempotent. Raises TransferError."""
         ...
 
     def disconnect(self, agent_name: str) -> None:
-        """Forgets a peer. Unknown ones are ignored."""
+        """Removes a peer. Unknown peers are ignored."""
         ...
 
     def write(
@@ -86,10 +86,10 @@ class Transport(Protocol):
         payload: bytes,
         layer_group: int | None = None,
     ) -> WriteHandle:
-        """Posts a write of whole pages, or of one layer group of them; the peer gets `payload`, unless it is empty,
-        once they are there.
+        """Posts a write of whole pages, or of one layer group of pages. Once the data has arrived, the peer receives
+        `payload` as a notification; an empty payload is not sent.
 
-        Raises PeerLost if the peer is unknown or gone: then nothing was posted.
+        Raises PeerLost if the peer is unknown or gone. Nothing was posted then.
         """
         ...
 
@@ -98,9 +98,9 @@ class Transport(Protocol):
         ...
 
     def take_notifications(self) -> list[Notification]:
-        """Messages that arrived since the last call. Also drives the transport's progress."""
+        """Notifications that arrived since the last call. Also drives the transport's progress."""
         ...
 
     def close(self) -> None:
-        """Lets go of memory and peers. Every write must be terminal."""
+        """Releases memory and peers. Every write must be terminal."""
         ...

@@ -1,18 +1,18 @@
-"""Errors of moving pages.
+"""Errors of KV transfer.
 
-TransferError            anything below
-├── LayoutMismatch       two workers whose pages do not mean the same
+TransferError            any error below
+├── LayoutMismatch       two workers whose pages have different contents or layouts
 ├── TransportUnavailable the transport can't start on this machine
-└── PeerLost             a peer does not answer any more, or was never known
+└── PeerLost             a peer does not respond any more, or was never connected
 """
 
 
 class TransferError(Exception):
-    """Anything that keeps pages from moving."""
+    """Any error of KV transfer."""
 
 
 class LayoutMismatch(TransferError):
-    """Two workers whose pages do not mean the same. Says the field and both values."""
+    """Two workers whose pages have different contents or layouts. The message names each field with both values."""
 
 
 class TransportUnavailable(TransferError):
@@ -20,4 +20,4 @@ class TransportUnavailable(TransferError):
 
 
 class PeerLost(TransferError):
-    """A peer does not answer any more, or was never known."""
+    """A peer does not respond any more, or was never connected."""

@@ -1,4 +1,4 @@
-"""What must be equal in a pair of workers before one writes pages into the other."""
+"""Checks that a pair of workers can exchange pages: both must have equal fingerprints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROTOCOL_VERSION = 4
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Everything a page's bytes depend on. The wire form is `kv.proto: Fingerprint`, with the same names."""
+    """Properties that the bytes of a page depend on. The wire form is `kv.proto: Fingerprint`, with the same names."""
 
     model_config_hash: str
     weights_hash: str

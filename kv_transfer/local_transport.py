@@ -1,6 +1,6 @@
-"""A transport within one process: the fake that tests use, and what a colocated pair would need.
+"""A transport within one process: a fake for tests.
 
-It copies at the second poll, not at the post, so that whoever relies on a write being done too early is caught.
+A write copies at its second poll, not when posted. So tests find code that reads pages before the write is done.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from protos import kv_pb2
 
 
 class LocalHub:
-    """The agents of one process that can reach each other."""
+    """Registry of the agents in one process that can reach each other."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._agents: dict[str, LocalTransport] = {}
 
     def add(self, agent: LocalTransport) -> None:
-        """Makes an agent reachable. Raises TransferError if its name is in use."""
+        """Makes an agent reachable. Raises TransferError if the name is in use."""
         with self._lock:
             if agent.agent_name in self._agents:
                 raise TransferError(f"agent {agent.agent_name} exists already")
@@ -145,7 +145,7 @@ class LocalTransport:
 
 
 def make_endpoint(transport: str, agent_name: str, metadata: bytes, region: PageRegion) -> kv_pb2.TransferEndpoint:
-    """The wire form of where an agent's pages are."""
+    """The wire form of an agent's page region."""
     return kv_pb2.TransferEndpoint(
         transport=transport,
         agent_name=agent_name,

@@ -1,12 +1,12 @@
-"""Pages over NIXL: RDMA, NVLink, shared memory or TCP, whatever UCX finds between two machines.
+"""Writes pages over NIXL, with the transport that UCX finds between two machines: RDMA, NVLink, shared memory or TCP.
 
-Measured with nixl 1.5.1, which shaped this:
+Measurements with nixl 1.5.1 that this design is based on:
 
-* its progress thread spins and takes a whole core, so it is off and `take_notifications` drives progress;
-* `transfer()` copies inside the call on shared memory, without the GIL: never call it from an event loop;
-* prepared lists with one entry per page are made once per peer; picking neighbours out of them is as fast as
-  one large piece (4096 pages of 12 KiB: 7.7 GB/s against 7.4), because NIXL joins neighbours itself;
-* a killed peer raises, it never shows as a state; handles of a removed peer raise too. Both end a write.
+* NIXL's progress thread spins and takes a whole core, so it is off and `take_notifications` drives progress.
+* On shared memory, `transfer()` copies inside the call, without the GIL. Never call it on an event loop.
+* A descriptor list with one entry per page is prepared once per peer. Writing consecutive entries is as fast as writing
+  one large block (4096 pages of 12 KiB: 7.7 GB/s against 7.4), because NIXL merges consecutive entries.
+* If a peer was killed or removed, calls raise; no state reports this. An exception ends the write as FAILED.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Peer:
 
     agent_name: str
     page_list: Any  # prepared list, one entry per remote page
-    group_list: Any  # prepared list, one entry per layer group of a remote page; None if pages are not cut
+    group_list: Any  # prepared list, one entry per layer group of a remote page; None if pages have one group
 
 
 class _NixlWrite:
@@ -51,7 +51,7 @@ class _NixlWrite:
         if self._state is WriteState.IN_PROGRESS:
             try:
                 self._state = _STATES[self._agent.check_xfer_state(self._handle)]
-            except Exception as error:  # the bindings raise classes of their own, none of them exported with types
+            except Exception as error:  # the bindings raise untyped classes of their own
                 log.warning("write failed: %s", error)
                 self._state = WriteState.FAILED
             self._release_if_terminal()
@@ -62,12 +62,12 @@ class _NixlWrite:
             try:
                 self._agent.release_xfer_handle(self._handle)
             except Exception as error:
-                log.debug("handle of an ended write can't be released: %s", error)
+                log.debug("the handle of an ended write can't be released: %s", error)
             self._handle = None
 
 
 def _forbid_tcp() -> None:
-    """UCX takes whatever reaches the peer, so what must not be used has to be taken from it before it starts."""
+    """Excludes TCP from UCX's transports. Must run before UCX starts. Raises TransportUnavailable."""
     devices = sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.exists() else []
     if not devices:
         raise TransportUnavailable(f"--require-rdma, but this machine has no RDMA device ({RDMA_DEVICES} is empty)")
@@ -92,7 +92,7 @@ class NixlTransport:
             _forbid_tcp()
         self.name = f"nixl/{BACKEND}"
         self.agent_name, self.region = agent_name, region
-        # NIXL's own log repeats at INFO what ours says.
+        # At INFO, NIXL's log repeats our log.
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             from nixl._api import nixl_agent, nixl_agent_config
@@ -114,12 +114,12 @@ class NixlTransport:
         except Exception as error:
             raise TransportUnavailable(
                 f"NIXL with {BACKEND} can't start: {error} (UCX_TLS={os.environ.get('UCX_TLS', 'unset')}; "
-                "leave it unset, or let it name tcp beside shared memory)"
+                "leave UCX_TLS unset, or include tcp and shared memory in it)"
             ) from error
         self._peers: dict[str, _Peer] = {}
 
     def _prepare(self, agent_name: str, region: PageRegion, parts: int) -> Any:
-        """A prepared list of all pages, each cut into equal parts."""
+        """A prepared descriptor list of all pages, each split into `parts` equal parts."""
         # [num_pages * parts, 3] of address, bytes, device
         entries = np.empty((region.num_pages * parts, 3), dtype=np.uint64)
         size = region.page_bytes // parts
@@ -129,7 +129,7 @@ class NixlTransport:
         return self._agent.prep_xfer_dlist(agent_name, entries, region.memory_type)
 
     def _prepare_groups(self, agent_name: str, region: PageRegion) -> Any:
-        # How pages are cut is the writer's affair: both lists are made with its own number.
+        # The writer decides how to split pages: both lists use the writer's number of groups.
         groups = self.region.num_layer_groups
         return self._prepare(agent_name, region, groups) if groups > 1 else None
 
@@ -172,14 +172,14 @@ class NixlTransport:
             if peer.group_list is not None:
                 peer.group_list.release()
         except Exception as error:
-            log.debug("page list of agent %s: %s", agent_name, error)
+            log.debug("page list of agent %s can't be released: %s", agent_name, error)
         self._forget(agent_name)
 
     def _forget(self, agent_name: str) -> None:
         try:
             self._agent.remove_remote_agent(agent_name)
         except Exception as error:
-            log.debug("forgetting agent %s: %s", agent_name, error)
+            log.debug("agent %s can't be removed: %s", agent_name, error)
 
     def write(
         self,
@@ -204,7 +204,7 @@ class NixlTransport:
         try:
             state = _STATES[self._agent.transfer(handle)]
         except Exception as error:
-            # Whether anything was sent is unknown, so this is a failed write, not one that never was.
+            # Some bytes may have been sent, so the write counts as failed, not as never posted.
             log.warning("write to agent %s failed: %s", agent_name, error)
             state = WriteState.FAILED
         return _NixlWrite(handle, self._agent, state)
@@ -235,7 +235,7 @@ class NixlTransport:
                 self._local_groups.release()
             self._agent.deregister_memory(self._registered)
         except Exception as error:
-            log.debug("closing agent %s: %s", self.agent_name, error)
+            log.debug("agent %s can't be closed: %s", self.agent_name, error)
 
     def _peer(self, agent_name: str) -> _Peer:
         peer = self._peers.get(agent_name)

@@ -1,4 +1,4 @@
-"""One attempt of a request, by name."""
+"""Identifies one attempt of a request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from protos import kv_pb2
 
 
 class RequestRef(NamedTuple):
-    """See `kv.proto: RequestRef`. Usable as a key."""
+    """See `kv.proto: RequestRef`. Hashable."""
 
     request_id: str
     attempt: int

@@ -1,12 +1,12 @@
-"""The two ends of a page ticket, as plain state: no clock, thread or socket.
+"""State of the two ends of a page ticket, without clock, thread or socket.
 
     owner (decode)                          writer (prefill)
     open ── pages arrive, in any order      open ── next_write() as pages are finished
-     │        all there and first token      │        write_ended() for each
-     ├──────> complete                       ├──────> finished: everything was written
-     └─ closed by the writer                 └─ stop(): nothing more is started; terminal once open writes ended
+     │        all pages and first token      │        write_ended() for each write
+     ├──────> complete                       ├──────> finished: all pages are written
+     └─ closed by the writer                 └─ stop(): starts no more writes; terminal once open writes have ended
 
-Neither end trusts order: the owner counts pages, the writer counts open writes.
+Neither end relies on order: the owner counts pages, the writer counts open writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from protos import kv_pb2
 
 
 class IncomingTicket:
-    """The owner's view: which pages have arrived."""
+    """A ticket as its owner sees it: which pages have arrived."""
 
     def __init__(self, ref: RequestRef, page_ids: list[int], writer_agent_name: str) -> None:
         self.ref = ref
@@ -32,34 +32,34 @@ class IncomingTicket:
 
     @property
     def is_complete(self) -> bool:
-        """Every page is accounted for and the first token is known: decode may start."""
+        """Whether every page has arrived and the first token is known, so that decode may start."""
         return not self._missing and self.first_token is not None
 
     @property
     def is_terminal(self) -> bool:
-        """The writer will not touch the pages again."""
+        """Whether the writer will not write to the pages any more."""
         return self.is_closed or self.is_complete
 
     def accept(self, notification: kv_pb2.KvNotification) -> bool:
-        """Takes note of what the writer says. False if it told nothing new: a duplicate, or out of range."""
+        """Records a notification of the writer. False if it changes nothing: a duplicate, out of range, or too late."""
         first, count = notification.first_page, notification.num_pages
         if first + count > len(self.page_ids) or self.is_terminal:
             return False
-        news = not self._missing.isdisjoint(range(first, first + count))
+        is_new = not self._missing.isdisjoint(range(first, first + count))
         self._missing.difference_update(range(first, first + count))
         if notification.HasField("first_token") and self.first_token is None:
             self.first_token = notification.first_token.token_id
-            news = True
+            is_new = True
         if notification.closed:
             self.is_closed, self.close_reason = True, notification.close_reason
             self.ended_with_first_token = notification.ended_with_first_token
-            news = True
-        return news
+            is_new = True
+        return is_new
 
 
 @dataclass(frozen=True)
 class TicketWrite:
-    """The next pages to send: indices in the ticket, and the message that follows them."""
+    """The next pages to send: indices in the ticket, and the notification that follows the pages."""
 
     first_page: int
     num_pages: int
@@ -67,7 +67,7 @@ class TicketWrite:
 
 
 class OutgoingTicket:
-    """The writer's view: what was sent, what is open."""
+    """A ticket as its writer sees it: which pages were sent, and how many writes are open."""
 
     def __init__(self, ticket: kv_pb2.PageTicket) -> None:
         self.ref = RequestRef.from_proto(ticket.ref)
@@ -79,17 +79,17 @@ class OutgoingTicket:
         self.num_open_writes = 0
         self.is_stopped = False
         self.has_failed_write = False
-        """Bytes of a failed write may still be on their way, so the pages can't be said to be closed at once."""
+        """Bytes of a failed write may still arrive, so the owner can't be notified of the close at once."""
 
     @property
     def is_terminal(self) -> bool:
-        """Nothing is open, and nothing more will be started."""
+        """Whether no write is open and none will be started."""
         return self.num_open_writes == 0 and (self.is_stopped or self.is_first_token_posted)
 
     def next_write(self, num_finished_pages: int, first_token: int | None = None) -> TicketWrite | None:
-        """What to send now that the first `num_finished_pages` pages of the prompt are final.
+        """The write to start now that the first `num_finished_pages` pages of the prompt are final.
 
-        None if there is nothing to say. The first token goes with the last pages.
+        None if there is nothing to send. The first token is sent with the last pages.
         """
         if self.is_stopped:
             return None
@@ -107,26 +107,26 @@ class OutgoingTicket:
 
     @property
     def unsent_pages(self) -> range:
-        """Indices of the pages that no `next_write` was about yet."""
+        """Indices of the pages that no `next_write` has covered yet."""
         return range(self.num_posted, len(self.page_ids))
 
     def next_early_write(self) -> range:
-        """A write of some layers of all unsent pages, of which the owner is not told: it hears of the pages when the
-        `next_write` that completes them has ended. Returns their indices."""
+        """Starts a write of some layers of all unsent pages, and returns the indices of these pages. The owner is not
+        notified: a later `next_write` completes the pages and notifies the owner."""
         self.num_open_writes += 1
         return self.unsent_pages
 
     def write_ended(self, ok: bool = True) -> None:
-        """A write that `next_write` or `next_early_write` asked for is terminal."""
+        """Records that a write of `next_write` or `next_early_write` is terminal."""
         self.num_open_writes -= 1
         self.has_failed_write |= not ok
 
     def stop(self) -> None:
-        """Starts nothing more on this ticket."""
+        """Starts no more writes for this ticket."""
         self.is_stopped = True
 
     def closed_message(self, reason: str, ended_with_first_token: bool) -> bytes:
-        """The message that lets the owner reuse the pages; to be sent once terminal, and not after a failed write."""
+        """The notification that lets the owner reuse the pages. Send once terminal, and not after a failed write."""
         return kv_pb2.KvNotification(
             ref=self.ref.to_proto(),
             closed=True,

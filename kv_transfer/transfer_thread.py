@@ -1,7 +1,7 @@
-"""The thread that owns a transport: posts writes, drives progress, hears notifications.
+"""The thread that owns a transport: posts writes, drives progress, reads notifications.
 
-It has its own clock, so transfers never wait for a model step. While something is open it looks often; with
-nothing open, rarely: NIXL's own progress thread would spin and take a whole core.
+Because of its own thread, a transfer never waits for a model step. The thread polls often while a write is open or
+expected, else rarely, since NIXL's own progress thread would spin and take a whole core.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from protos import kv_pb2
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 0.0005
-"""Most time between looks while a write is open or one is expected."""
+"""Longest time between polls while a write is open or expected."""
 SHORTEST_WAIT_SECONDS = 0.00005
 SHARE_OF_AGE = 0.1
-"""A young write is looked at after this share of its age: a short one is not counted long, a long one costs little."""
+"""An open write is polled again after this fraction of its age: exact times for short writes, few polls for long."""
 STALLED_SECONDS = 20.0
-"""A peer with open writes of which none ended for so long has failed: packets may be dropped without a word."""
+"""A peer has failed if it has open writes and none has ended for this long: packets may be lost silently."""
 FENCE_SECONDS = 1.0
-"""How long bytes that a broken connection left in the network are waited for, while progress is driven. Measured over
-TCP on one machine: they landed within 6 ms."""
+"""How long progress is driven until bytes of a broken connection can't arrive any more. Measured over TCP on one
+machine: they arrived within 6 ms."""
 MOST_DRIVEN_SECONDS = 0.1
-"""Most time that counts for a fence between two looks."""
+"""Longest time between two polls that counts towards a fence."""
 IDLE_SECONDS = 0.02
-"""Time between looks otherwise: bounds how long a first message of a new peer waits."""
+"""Time between polls when idle: bounds the delay of the first notification of a new peer."""
 
 
 @dataclass(frozen=True, eq=False)
 class PageWrite:
-    """Pages to write to a peer, or one layer group of them. `tag` comes back with the result."""
+    """Pages, or one layer group of pages, to write to a peer. `tag` is returned with the result."""
 
     tag: object
     agent_name: str
     local_pages: tuple[int, ...]
     remote_pages: tuple[int, ...]
     payload: bytes
-    """Told to the peer afterwards, unless it is empty."""
+    """Notification for the peer after the data; none if empty."""
     layer_group: int | None = None
     """None: whole pages."""
     is_written: Callable[[], bool] | None = None
-    """Our pages must not be read before this says so; None: they can be."""
+    """Tells when our pages are computed, so that the write can start; None: they are computed."""
     after: tuple[PageWrite, ...] = ()
-    """Writes to the same peer whose bytes are there before this one starts. If one fails, this one fails too."""
+    """Writes to the same peer that must end before this write starts. If one of them fails, this write fails too."""
 
 
 @dataclass(frozen=True)
 class WriteEnded:
-    """A write is terminal: its pages are not read any more."""
+    """A write is terminal: our pages are not read any more."""
 
     write: PageWrite
     ok: bool
     started: float
-    """When it was posted, on the thread's clock."""
+    """Time of the post, on the thread's clock."""
     ended: float
     reason: str = ""
 
@@ -82,15 +82,15 @@ class PeerFailed:
 
 @dataclass(frozen=True)
 class PeerDisconnected:
-    """The connection to a peer is taken down: writes that failed on it can't be sent any more. What was in the network
-    already may still arrive; see `TransferThread.fence`."""
+    """A peer was disconnected: bytes of its failed writes are not sent any more. Bytes that were in the network already
+    may still arrive; see `TransferThread.fence`."""
 
     agent_name: str
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """Progress was driven for long enough after a `fence` that what was in the network then has arrived."""
+    """A `fence` has passed: all bytes that were in the network when the fence was set have arrived."""
 
     tag: object
 
@@ -137,7 +137,7 @@ class _OpenWrite:
 
 
 class TransferThread:
-    """Runs a transport. Its methods may be called from any thread; events come on its own."""
+    """Runs a transport. Its methods may be called from any thread; events are delivered on its own thread."""
 
     def __init__(
         self,
@@ -146,21 +146,21 @@ class TransferThread:
         prepare_thread: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """deliver: called on this thread for every event; must not block. prepare_thread: called on it first.
-        now: the clock of all times that are told or compared here.
+        """deliver: called on the transfer thread for every event; must not block. prepare_thread: called there first.
+        now: the clock for all times, in seconds.
         """
         self._now = now
         self._transport, self._deliver, self._prepare_thread = transport, deliver, prepare_thread
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._open: list[_OpenWrite] = []
         self._waiting: list[PageWrite] = []
-        """Not posted yet: their pages are not written, or writes that come first are open."""
-        self._doomed: set[str] = set()  # peers to disconnect once nothing is open towards them
+        """Writes not posted yet: their pages are not computed, or a write in `after` is open."""
+        self._disconnecting: set[str] = set()  # peers to disconnect once they have no open writes
         self._expecting = False
         self._fences: list[_Fence] = []
         self._last_end: dict[str, float] = {}
-        """When a write to a peer ended last."""
-        self._turned_at = self._now()
+        """Time at which the last write to a peer ended."""
+        self._polled_at = self._now()
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> None:
@@ -168,44 +168,44 @@ class TransferThread:
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> None:
-        """Waits for open writes to end, then closes the transport. timeout: most seconds to wait."""
+        """Waits for open writes to end, then closes the transport. timeout: longest wait, in seconds."""
         self._commands.put(_Stop())
         self._thread.join(timeout)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; if it does not, nothing can be moved."""
+        """Whether the thread runs. If the thread does not run, no pages can be transferred."""
         return self._thread.is_alive()
 
     def standing_seconds(self) -> float:
-        """How long ago the thread last looked around; it does so many times a second unless the transport is stuck."""
-        return self._now() - self._turned_at
+        """Seconds since the thread last polled. The thread polls many times a second unless the transport is stuck."""
+        return self._now() - self._polled_at
 
     def connect(self, endpoint: kv_pb2.TransferEndpoint) -> None:
-        """Answers with PeerConnected or PeerFailed."""
+        """Connects to a peer. Delivers PeerConnected or PeerFailed."""
         self._commands.put(_Connect(endpoint))
 
     def disconnect(self, agent_name: str) -> None:
-        """Forgets a peer, once nothing is open towards it."""
+        """Disconnects a peer once it has no open writes. Delivers PeerDisconnected."""
         self._commands.put(_Disconnect(agent_name))
 
     def write(self, write: PageWrite) -> None:
-        """Answers with WriteEnded, always."""
+        """Starts a write. Always delivers WriteEnded."""
         self._commands.put(write)
 
     def notify(self, agent_name: str, payload: bytes) -> None:
-        """Sends a message without data; answers with PeerFailed if that can't be done."""
+        """Sends a notification without data. Delivers PeerFailed if the notification can't be sent."""
         self._commands.put(_Notify(agent_name, payload))
 
     def fence(self, tag: object) -> None:
-        """Answers with Fenced once progress was driven for FENCE_SECONDS, in which this process really ran.
+        """Delivers Fenced once progress was driven for FENCE_SECONDS in total.
 
-        A process that is stopped meanwhile does not count that time: bytes may wait for it in the network.
+        Time in which this process is stopped does not count, because bytes may wait in the network meanwhile.
         """
         self._commands.put(_Fence(tag, FENCE_SECONDS))
 
     def expect(self, expecting: bool) -> None:
-        """Whether peers are going to write to us, so that it pays to look often."""
+        """Sets whether peers will write to us, so that the thread polls often."""
         self._expecting = expecting
 
     def _run(self) -> None:
@@ -221,15 +221,15 @@ class TransferThread:
                 for notification in self._transport.take_notifications():
                     self._deliver(notification)
             except Exception:
-                # A broken connection may show here; the write that used it ends on its own.
+                # A broken connection can raise here. Its open writes end as FAILED when they are polled.
                 log.exception("reading notifications failed")
                 time.sleep(IDLE_SECONDS)
         self._transport.close()
 
     def _pass_time(self) -> None:
         now = self._now()
-        driven = min(now - self._turned_at, MOST_DRIVEN_SECONDS)
-        self._turned_at = now
+        driven = min(now - self._polled_at, MOST_DRIVEN_SECONDS)
+        self._polled_at = now
         for fence in self._fences:
             fence.remaining_seconds -= driven
             if fence.remaining_seconds <= 0:
@@ -237,9 +237,9 @@ class TransferThread:
         self._fences = [fence for fence in self._fences if fence.remaining_seconds > 0]
 
     def _do_commands(self) -> bool:
-        """Waits for a command, but no longer than until the next look. Returns whether to stop."""
+        """Waits for a command, at most until the next poll, and executes all commands. Returns whether to stop."""
         try:
-            command = self._commands.get(timeout=self._seconds_to_next_look())
+            command = self._commands.get(timeout=self._seconds_to_next_poll())
             while True:
                 if isinstance(command, _Stop):
                     return True
@@ -248,7 +248,7 @@ class TransferThread:
         except queue.Empty:
             return False
 
-    def _seconds_to_next_look(self) -> float:
+    def _seconds_to_next_poll(self) -> float:
         if self._open:
             age = self._now() - self._open[-1].started
             return min(max(age * SHARE_OF_AGE, SHORTEST_WAIT_SECONDS), BUSY_SECONDS)
@@ -261,8 +261,8 @@ class TransferThread:
                 self._post_waiting()
             case _Connect(endpoint):
                 self._disconnect_idle()
-                if endpoint.agent_name in self._doomed:
-                    self._deliver(PeerFailed(endpoint.agent_name, "its last connection still has open writes"))
+                if endpoint.agent_name in self._disconnecting:
+                    self._deliver(PeerFailed(endpoint.agent_name, "its previous connection still has open writes"))
                     return
                 try:
                     self._transport.connect(endpoint)
@@ -270,7 +270,7 @@ class TransferThread:
                 except TransferError as error:
                     self._deliver(PeerFailed(endpoint.agent_name, str(error)))
             case _Disconnect(agent_name):
-                self._doomed.add(agent_name)
+                self._disconnecting.add(agent_name)
             case _Fence():
                 self._fences.append(command)
             case _Notify(agent_name, payload):
@@ -280,20 +280,20 @@ class TransferThread:
                     self._fail_peer(agent_name, str(error))
 
     def _post_waiting(self) -> None:
-        """Posts what can be; a write never overtakes one of `after`, even one that waits itself."""
+        """Posts all writes that can start. A write starts only after all writes in its `after` have ended."""
         unfinished = {entry.write for entry in self._open}
         still_waiting: list[PageWrite] = []
         for write in self._waiting:
-            is_doomed = write.agent_name in self._doomed  # a connection that has failed is waited for by nobody
+            is_disconnecting = write.agent_name in self._disconnecting  # then `_post` fails the write at once
             try:
                 can_start = write.is_written is None or write.is_written()
             except Exception as error:
-                # Nothing was posted; what was before it, nobody knows. Its owner hears that once the peer is let go.
+                # This write was not posted, but an earlier write may have sent bytes. So the peer fails too.
                 now, reason = self._now(), f"the device failed: {error}"
                 self._deliver(WriteEnded(write, False, now, now, reason))
                 self._fail_peer(write.agent_name, reason)
                 continue
-            if is_doomed or (can_start and unfinished.isdisjoint(write.after)):
+            if is_disconnecting or (can_start and unfinished.isdisjoint(write.after)):
                 self._post(write)
                 if self._open and self._open[-1].write is write:
                     unfinished.add(write)
@@ -305,11 +305,11 @@ class TransferThread:
     def _post(self, write: PageWrite) -> None:
         started = self._now()
         if not write.local_pages:
-            # Nothing to move: complete at once, the message still goes.
+            # No data: the write ends at once, but the peer is notified.
             self._do(_Notify(write.agent_name, write.payload))
             self._deliver(WriteEnded(write, True, started, started))
             return
-        if write.agent_name in self._doomed:
+        if write.agent_name in self._disconnecting:
             reason = f"the connection to agent {write.agent_name} has failed"
             self._deliver(WriteEnded(write, False, started, started, reason))
             return
@@ -346,20 +346,20 @@ class TransferThread:
         for agent_name in failed:
             self._fail_peer(agent_name, f"a write to agent {agent_name} failed")
         for agent_name in stalled:
-            # Nobody says that the connection is broken, but nothing comes through. Its pages stay in use.
-            self._fail_peer(agent_name, f"nothing came through to agent {agent_name} for {STALLED_SECONDS:g} s")
+            # The transport reports no error, but no write ends. The pages of the open writes stay in use.
+            self._fail_peer(agent_name, f"no write to agent {agent_name} ended for {STALLED_SECONDS:g} s")
 
     def _fail_peer(self, agent_name: str, reason: str) -> None:
-        # The next connect must start afresh: metadata of a peer that was lost once is useless.
-        self._doomed.add(agent_name)
+        # The next connect must start anew, because metadata of a lost peer can't be used again.
+        self._disconnecting.add(agent_name)
         self._deliver(PeerFailed(agent_name, reason))
 
     def _disconnect_idle(self) -> None:
-        """Disconnects peers that are to go and have nothing open: cutting a write leaves its fate unknown."""
-        if self._doomed:
+        """Disconnects peers without open writes. Disconnecting earlier would leave the state of open writes unknown."""
+        if self._disconnecting:
             busy = {entry.write.agent_name for entry in self._open} | {write.agent_name for write in self._waiting}
-            for agent_name in self._doomed - busy:
+            for agent_name in self._disconnecting - busy:
                 self._transport.disconnect(agent_name)
                 self._last_end.pop(agent_name, None)
                 self._deliver(PeerDisconnected(agent_name))
-            self._doomed &= busy
+            self._disconnecting &= busy

@@ -33,7 +33,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens was reached."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why an answer ended."""
+    """Why an output ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not ended."""
@@ -45,7 +45,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class FlushPrefixCacheRequest(_message.Message):
-    """Nothing to say."""
+    """Has no parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -62,13 +62,13 @@ Global___FlushPrefixCacheRequest: _TypeAlias = FlushPrefixCacheRequest  # noqa: 
 
 @_typing.final
 class FlushPrefixCacheResponse(_message.Message):
-    """The command was sent; requests submitted from now on find nothing."""
+    """The command was sent. Requests submitted from now on find no cached pages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_WORKERS_FIELD_NUMBER: _builtins.int
     num_workers: _builtins.int
-    """Workers that were told."""
+    """Number of workers that the command was sent to."""
     def __init__(
         self,
         *,
@@ -116,13 +116,13 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """Who speaks: "system", "user", "assistant", or what the model's template knows. "developer" is "system" where the
-    template does not know it.
+    """Role of the speaker: "system", "user", "assistant", or another role of the model's template. "developer" becomes
+    "system" if the template does not have this role.
     """
     content: _builtins.str
-    """What is said."""
+    """Text of the turn."""
     name: _builtins.str
-    """Which of several that have the same role; empty: not said. Only some templates read it."""
+    """Name that distinguishes speakers with the same role; empty: none. Only some templates use names."""
     def __init__(
         self,
         *,
@@ -164,8 +164,8 @@ Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How the next token is chosen. In this order: penalties, logit_bias, min_tokens (ending tokens are impossible until
-    then), temperature, top_k, top_p among what is left, min_p.
+    """How the next token is sampled. Applied in this order: penalties, logit_bias, min_tokens (before it, ending tokens are
+    impossible), temperature, top_k, top_p among the tokens left by top_k, min_p.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -205,10 +205,10 @@ class SamplingParams(_message.Message):
     top_p: _builtins.float
     """Keeps the smallest set of tokens whose probability reaches this; in (0, 1], default 1 (off)."""
     min_p: _builtins.float
-    """Keeps tokens at least this fraction as likely as the likeliest; in [0, 1], default 0 (off)."""
+    """Keeps tokens that are at least this fraction as likely as the likeliest token; in [0, 1], default 0 (off)."""
     repetition_penalty: _builtins.float
-    """Divides positive logits and multiplies negative ones of tokens that the prompt or the output has, however often;
-    in [0.01, 10], default 1 (off).
+    """Divides positive logits, and multiplies negative logits, of each token that occurs in the prompt or the output; in
+    [0.01, 10], default 1 (off).
     """
     presence_penalty: _builtins.float
     """Subtracted once from logits of tokens already in the output; in [-2, 2], default 0 (off)."""
@@ -217,9 +217,9 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keeps the k likeliest tokens; 0 or -1 is off, which is the default."""
     seed: _builtins.int
-    """The same seed gives the same tokens; drawn by the router if unset."""
+    """The same seed gives the same tokens. If unset, the router makes a random seed."""
     n: _builtins.int
-    """Number of answers, at most 32; 0 and 1 mean one."""
+    """Number of completions, at most 32; 0 and 1 mean one."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids; each in [-100, 100], at most 1024 of them."""
@@ -290,24 +290,24 @@ class StopConditions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most output tokens; unset: as many as fit the model's limit and the workers' pools."""
+    """Most output tokens. Unset: as many as the model's limit and the workers' pools allow."""
     min_tokens: _builtins.int
-    """EOS, stop tokens and stop strings end the answer only behind this many output tokens. A stop string that is
-    complete before that does not count and stays in the text.
+    """EOS, stop tokens and stop strings end the output only after this many output tokens. A stop string that is complete
+    earlier is ordinary text.
     """
     ignore_eos: _builtins.bool
-    """Goes on after an end-of-sequence token."""
+    """Continues after an end-of-sequence token."""
     include_stop: _builtins.bool
-    """Leaves the matched stop string, or the ending token's text, in the text."""
+    """Keeps the matched stop string, or the ending token's text, in the text."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ends the answer when its text contains one of these; special tokens count, even where they are hidden. At most 64,
-        of at most 4096 characters together; empty ones say nothing.
+        """The output ends when its text contains one of these strings. Texts of special tokens count, even if hidden. At most
+        64, with at most 4096 characters together; empty strings are ignored.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ends the answer at one of these tokens."""
+        """The output ends at one of these tokens."""
 
     def __init__(
         self,
@@ -336,7 +336,7 @@ Global___StopConditions: _TypeAlias = StopConditions  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """A prompt and how to answer it."""
+    """A prompt and how to complete it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -362,22 +362,22 @@ class GenerateRequest(_message.Message):
     return_token_ids: _builtins.bool
     """Also return token ids."""
     num_logprobs: _builtins.int
-    """If set: log-probability of each output token, and of this many likeliest ones at its place; at most 20. They are
-    those of the model, before temperature, penalties, bias and filters.
+    """If set: returns the log-probability of each output token and of this many likeliest tokens at its position; at most
+    20. They are computed from raw logits, before temperature, penalties, bias and filters.
     """
     echo_prompt_logprobs: _builtins.bool
-    """Also return log-probabilities of the prompt's tokens, with num_logprobs alternatives. Such a prompt is computed
-    whole, whatever the prefix cache has.
+    """Also return log-probabilities of the prompt's tokens, with num_logprobs alternatives. For such a prompt all tokens
+    are computed, even if pages are cached.
     """
     cache_salt: _builtins.str
     """Requests with different salts never share cached pages."""
     priority: _builtins.int
     """Higher goes first."""
     include_special_tokens: _builtins.bool
-    """Leaves special tokens, such as end-of-turn marks, in the text."""
+    """Keeps special tokens, such as end-of-turn marks, in the text."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Ready token ids."""
+        """Token ids."""
 
     @_builtins.property
     def chat(self) -> Global___ChatMessages:
@@ -385,11 +385,11 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
-        """How tokens are chosen."""
+        """How tokens are sampled."""
 
     @_builtins.property
     def stop(self) -> Global___StopConditions:
-        """When to end."""
+        """When the output ends."""
 
     def __init__(
         self,
@@ -437,7 +437,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of its probability; at least -10000."""
     token_bytes: _builtins.bytes
-    """The token as bytes, which need not be whole characters."""
+    """The token as bytes, which need not be complete characters."""
     def __init__(
         self,
         *,
@@ -463,7 +463,7 @@ class PositionLogprobs(_message.Message):
     TOP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chosen(self) -> Global___TokenLogprob:
-        """The chosen token."""
+        """The token at this position."""
 
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -485,7 +485,7 @@ Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """Tokens counted once, by the router."""
+    """Numbers of tokens, counted by the router: a retry counts no token twice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -495,9 +495,9 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, template included."""
     cached_tokens: _builtins.int
-    """Of these, found in a prefix cache."""
+    """Prompt tokens found in a prefix cache."""
     completion_tokens: _builtins.int
-    """Tokens of this answer, the ending one included."""
+    """Tokens of this output, the ending token included."""
     def __init__(
         self,
         *,
@@ -515,7 +515,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """When each stage was reached, in milliseconds after the router got the request."""
+    """When each stage was reached, in milliseconds after the router received the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -530,19 +530,19 @@ class Timings(_message.Message):
     queued_ms: _builtins.float
     """Entered the router's queue."""
     reserved_ms: _builtins.float
-    """A decode worker set pages aside."""
+    """A decode worker reserved pages."""
     prefill_started_ms: _builtins.float
     """The first chunk began."""
     prefill_finished_ms: _builtins.float
-    """The last chunk ended and the first token was chosen."""
+    """The last chunk ended and the first token was sampled."""
     transfer_finished_ms: _builtins.float
-    """Every page was in the decode worker's memory; 0 if the first token ended the answer."""
+    """Every page was in the decode worker's memory; 0 if the first token ended the output."""
     decode_started_ms: _builtins.float
-    """The first decode step began; 0 if the first token ended the answer."""
+    """The first decode step began; 0 if the first token ended the output."""
     finished_ms: _builtins.float
-    """The last token was chosen."""
+    """The last token was sampled."""
     first_token_ms: _builtins.float
-    """The first token was handed to the client's stream."""
+    """The first token was passed to the client's stream."""
     def __init__(
         self,
         *,
@@ -565,7 +565,7 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class KvTransfer(_message.Message):
-    """How the KV pages travelled."""
+    """How the KV pages were transferred."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -577,19 +577,19 @@ class KvTransfer(_message.Message):
     DECODE_COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     bytes: _builtins.int
-    """Bytes written into the decode worker."""
+    """Bytes written to the decode worker."""
     transport: _builtins.str
-    """What carried them, for example "nixl/UCX"."""
+    """The transport, for example "nixl/UCX"."""
     gb_per_s: _builtins.float
     """Bytes over the time in which at least one write was open, in GB/s (1e9 bytes)."""
     bytes_while_computing: _builtins.int
-    """Of these bytes, those already written when the last chunk finished computing."""
+    """Bytes that were already written when the last chunk was computed."""
     num_chunks: _builtins.int
     """Number of chunks in which the prompt was computed."""
     decode_computed_prompt_tokens: _builtins.int
     """Prompt tokens that decode had to compute itself; always 0."""
     decode_cached_tokens: _builtins.int
-    """Prompt tokens whose pages the decode worker had already, at the first attempt, so that they were not sent."""
+    """Prompt tokens whose pages were cached on the decode worker at the first attempt, and so not sent."""
     def __init__(
         self,
         *,
@@ -611,7 +611,7 @@ Global___KvTransfer: _TypeAlias = KvTransfer  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of an answer."""
+    """A part of one completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -630,7 +630,7 @@ class GenerateResponse(_message.Message):
     request_id: _builtins.str
     """Id of the request."""
     index: _builtins.int
-    """Which of the n answers."""
+    """Index of the completion, below n."""
     text: _builtins.str
     """New text."""
     finish_reason: Global___FinishReason.ValueType
@@ -641,15 +641,15 @@ class GenerateResponse(_message.Message):
     """In the last message: the seed in use."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """New token ids, if asked for."""
+        """New token ids, if requested."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
-        """Log-probabilities of the new tokens, if asked for."""
+        """Log-probabilities of the new tokens, if requested."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """In the last message of each answer."""
+        """In the last message of each completion."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -661,7 +661,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
-        """In the first message of the first answer, if asked for: one entry per prompt token after the first."""
+        """In the first message of the first completion, if requested: one entry per prompt token after the first."""
 
     def __init__(
         self,
@@ -759,7 +759,7 @@ class DetokenizeRequest(_message.Message):
     model: _builtins.str
     """Name of the model; empty means the served one."""
     include_special_tokens: _builtins.bool
-    """Leaves special tokens in the text."""
+    """Keeps special tokens in the text."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids in order."""
@@ -803,7 +803,7 @@ Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class GetModelInfoRequest(_message.Message):
-    """Nothing to ask."""
+    """Has no parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -835,14 +835,14 @@ class GetModelInfoResponse(_message.Message):
     vocab_size: _builtins.int
     """Number of token ids."""
     max_model_len: _builtins.int
-    """Longest sequence, prompt and output together, in tokens: the model's limit, or what the workers' pools hold."""
+    """Longest sequence, prompt and output together, in tokens: the model's limit, or the workers' pools' if smaller."""
     dtype: _builtins.str
-    """Element type of weights and KV pages; empty while no worker is known."""
+    """Element type of weights and KV pages; empty if no worker is known."""
     page_size: _builtins.int
-    """Tokens per KV page; 0 while no worker is known."""
+    """Tokens per KV page; 0 if no worker is known."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end an answer."""
+        """Token ids that end an output."""
 
     def __init__(
         self,
@@ -864,7 +864,7 @@ Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
 
 @_typing.final
 class GetClusterStatusRequest(_message.Message):
-    """Nothing to ask."""
+    """Has no parameters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -902,31 +902,31 @@ class WorkerStatus(_message.Message):
     worker_id: _builtins.str
     """Name of the worker."""
     incarnation_id: _builtins.str
-    """This run of it."""
+    """Id of this run of the worker's process."""
     tier: _builtins.str
     """"prefill", "decode" or "colocated"."""
     address: _builtins.str
-    """Where it listens."""
+    """Address that the worker listens on."""
     state: _builtins.str
     """"connecting", "ready", "refused" or "lost"."""
     reason: _builtins.str
-    """Why it is not ready."""
+    """Why the worker is not ready."""
     total_pages: _builtins.int
-    """Pages of its pool."""
+    """Pages of the worker's pool."""
     free_pages: _builtins.int
-    """Pages nobody holds, cached ones not included."""
+    """Pages that are neither held nor cached."""
     queued_tokens: _builtins.int
-    """Prompt tokens that wait or run there."""
+    """Prompt tokens that wait or run on the worker."""
     running_sequences: _builtins.int
-    """Sequences that run there."""
+    """Sequences that run on the worker."""
     last_seen_ms: _builtins.float
-    """Milliseconds since it was last heard."""
+    """Milliseconds since the worker's last message."""
     cached_pages: _builtins.int
-    """Pages that only the prefix cache knows."""
+    """Cached pages that no request holds."""
     queued_seconds: _builtins.float
-    """Seconds of prompt work that wait there, at its measured rate."""
+    """Time to compute the queued prompt tokens at the worker's measured rate, in seconds."""
     hit_rate: _builtins.float
-    """Share of prompt tokens found in its prefix cache."""
+    """Fraction of prompt tokens found in the worker's prefix cache."""
     def __init__(
         self,
         *,
@@ -966,7 +966,7 @@ class GetClusterStatusResponse(_message.Message):
     queued_requests: _builtins.int
     """Requests in the router's queue."""
     running_requests: _builtins.int
-    """Requests bound to workers."""
+    """Requests assigned to workers."""
     ready_pairs: _builtins.int
     """Pairs that can move pages, and colocated workers."""
     @_builtins.property

@@ -278,7 +278,7 @@ class InferenceService:
 
 
 class AdminServiceStub:
-    """What operators and benchmarks need beside inference.
+    """Commands for operators and benchmarks.
     """
 
     def __init__(self, channel):
@@ -295,11 +295,11 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """What operators and benchmarks need beside inference.
+    """Commands for operators and benchmarks.
     """
 
     def FlushPrefixCache(self, request, context):
-        """Makes every worker forget its prefix cache. Pages in use stay with their requests.
+        """Empties the prefix cache of every worker. Pages in use stay with their requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -322,7 +322,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """What operators and benchmarks need beside inference.
+    """Commands for operators and benchmarks.
     """
 
     @staticmethod

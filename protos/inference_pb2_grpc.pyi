@@ -106,25 +106,25 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class AdminServiceStub:
-    """What operators and benchmarks need beside inference."""
+    """Commands for operators and benchmarks."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_inference_pb2.FlushPrefixCacheRequest, _inference_pb2.FlushPrefixCacheResponse]
-    """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+    """Empties the prefix cache of every worker. Pages in use stay with their requests."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """What operators and benchmarks need beside inference."""
+    """Commands for operators and benchmarks."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_inference_pb2.FlushPrefixCacheRequest, _inference_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
-    """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+    """Empties the prefix cache of every worker. Pages in use stay with their requests."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators and benchmarks need beside inference."""
+    """Commands for operators and benchmarks."""
 
     @_abc_1.abstractmethod
     def FlushPrefixCache(
@@ -132,6 +132,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FlushPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.FlushPrefixCacheResponse, _abc.Awaitable[_inference_pb2.FlushPrefixCacheResponse]]:
-        """Makes every worker forget its prefix cache. Pages in use stay with their requests."""
+        """Empties the prefix cache of every worker. Pages in use stay with their requests."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

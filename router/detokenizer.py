@@ -1,6 +1,6 @@
-"""Token ids to text, piece by piece. Pieces join to the text of the whole, and none ends inside a character.
+"""Incremental detokenization: token ids to pieces of text. The joined pieces are the text of all tokens.
 
-Nothing is held back but an unfinished character: a few bytes that later ones may complete.
+A piece never ends inside a character. Only the bytes of an incomplete character are held back.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 REPLACEMENT = "\ufffd"
 LONGEST_UNFINISHED = 3
-"""Bytes that an unfinished UTF-8 character can have, so tokens too."""
+"""Most bytes of an incomplete UTF-8 character, and so most of its tokens."""
 
 
 class Detokenizer(Protocol):
@@ -23,21 +23,21 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """The rest, even if it ends inside a character."""
+        """The remaining text, even if it ends inside a character."""
         ...
 
 
 class ByteDetokenizer:
     """For tokenizers whose tokens are bytes: byte-level BPE, and SentencePiece with byte fallback.
 
-    The text is that of the tokenizer's own decoder. Only where bytes make no characters does byte fallback differ: that
-    decoder gives up a whole run of bytes then, even the characters that a stream has shown already.
+    The text equals that of the tokenizer's own decoder, with one exception. If a run of byte fallback tokens is not
+    valid UTF-8, that decoder replaces the whole run, even characters that a stream has sent already.
     """
 
     def __init__(self, bytes_of: Callable[[int], bytes], strip_first_space: bool) -> None:
-        """bytes_of: the bytes of a token that count as text.
+        """bytes_of: the bytes of a token's text.
 
-        strip_first_space: the first space of a text is the tokenizer's, not the text's.
+        strip_first_space: whether the tokenizer adds a space before a text, which has to be removed.
         """
         self._bytes_of, self._strip_first_space = bytes_of, strip_first_space
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -58,20 +58,20 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any tokenizer: decodes the last tokens again together with the new ones.
+    """For any tokenizer: decodes a window of the last tokens together with the new tokens.
 
-    The window begins one piece before the new tokens, because a tokenizer may treat the first token of a text in its
-    own way.
+    The window begins one piece before the new tokens, because a tokenizer may treat the first token of a text
+    differently.
     """
 
     def __init__(self, decode: Callable[[Seq[int]], str], is_text: Callable[[int], bool]) -> None:
-        """decode: text of ids; is_text: whether an id is shown at all."""
+        """decode: text of ids. is_text: whether an id has visible text."""
         self._decode, self._is_text = decode, is_text
         self._ids: list[int] = []
         self._piece_start = 0
-        """Where the last piece began; the window's tokens before it are context."""
+        """Index in the window of the last piece's first token; earlier tokens are context."""
         self._num_shown = 0
-        """Characters of the window's text that were given out."""
+        """Characters of the window's text that were returned already."""
 
     def add(self, token_ids: Seq[int]) -> str:
         """See `Detokenizer.add`."""
@@ -96,7 +96,7 @@ class WindowDetokenizer:
         """Characters at the end of the text that later tokens may change."""
         if not text.endswith(REPLACEMENT):
             return 0
-        # A character has at most 4 bytes: what 3 tokens could not complete stays as it is.
+        # A character has at most 4 bytes, so text before the last 3 tokens can't change any more.
         settled = self._decode(self._ids[:-LONGEST_UNFINISHED])
         unsettled = len(text) - (len(settled) if text.startswith(settled) else self._num_shown)
         return min(len(text) - len(text.rstrip(REPLACEMENT)), unsettled)

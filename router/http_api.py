@@ -1,8 +1,8 @@
-"""OpenAI-compatible HTTP beside gRPC, in the same process: it calls the same request machine, not gRPC through itself.
+"""The OpenAI-compatible HTTP API. It runs in the router's process and uses the same Generator as the gRPC service.
 
 ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` (server-sent events with ``stream``), ``/metrics``,
-``/healthz`` (the process lives), ``/readyz`` (a pair is ready; ``/health``, where load tools look, is the same). A
-client that goes away cancels its request.
+``/healthz`` (the process is alive), ``/readyz`` (a pair is ready; ``/health`` is the same, for load tools). If a client
+disconnects, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, Re
 log = logging.getLogger(__name__)
 
 LARGEST_BODY_BYTES = 16 * 1024 * 1024
-"""A prompt of a million tokens is some 7 MB as ids."""
+"""A prompt of a million token ids is about 7 MB of JSON."""
 BYTES_TO_PARSE_AT_ONCE = 20_000
-"""Bodies up to this size are read on the event loop."""
+"""Bodies up to this size are parsed on the event loop."""
 COMMENT_SECONDS = 5.0
-"""A stream that has nothing to say for so long says a comment, so that no proxy takes it for dead."""
+"""After this long without an event, a stream sends a comment, so that proxies do not close the connection."""
 REQUEST_ID_HEADER = "x-request-id"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-"""For proxies: nothing of a stream is to be kept, or kept back."""
+"""Tell proxies not to cache or buffer a stream."""
 Result = TypeVar("Result")
 Generated = tuple[int, inference_pb2.GenerateResponse]
 """(index of the prompt, response)."""
@@ -57,7 +57,7 @@ Pending = asyncio.Future[Generated | None]
 
 
 class HttpApi:
-    """The HTTP front of a router."""
+    """The HTTP API of a router."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class HttpApi:
         count_end: Callable[[str], None],
         cors_origins: Sequence[str] = (),
     ) -> None:
-        """why_not_ready: empty if a pair is ready. count_end: told the gRPC status name of each ended request.
+        """why_not_ready: returns an empty text if a pair is ready. count_end: called with each request's gRPC status.
 
-        cors_origins: origins of web pages that may call from a browser; "*": all. None given: no page may.
+        cors_origins: origins of web pages that may call from a browser; "*": all. None given: no web page may.
         """
         self._generator, self._registry = generator, registry
         self._why_not_ready, self._count_end = why_not_ready, count_end
         self._started = int(time.time())
         self._running_ids: set[str] = set()
-        """Of this front, from the moment that a request begins: the generator knows it a moment later."""
+        """Ids of requests of this API. The generator registers an id a moment later."""
         self.app = Starlette(
             routes=[
                 Route("/v1/models", self.models),
@@ -91,32 +91,32 @@ class HttpApi:
             exception_handlers={HTTPException: http_error},
         )
 
-    # small answers
+    # models, metrics, health
 
     def _model_object(self) -> dict[str, Any]:
         model = {"id": self._generator.model_name, "object": "model", "created": self._started, "owned_by": "kvferry"}
         try:
             return {**model, "max_model_len": self._generator.limits().longest_sequence}
         except Unavailable:
-            return model  # no worker was seen yet
+            return model  # no worker was connected yet
 
     async def models(self, request: Request) -> Response:
-        """The one served model."""
+        """Lists the served model."""
         return JSONResponse({"object": "list", "data": [self._model_object()]})
 
     async def model(self, request: Request) -> Response:
-        """Whether a model is served."""
+        """Describes a model, or 404 if it is not served."""
         asked = request.path_params["model"]
         if asked != self._generator.model_name:
             return error_response(NotFound(f"model: {quoted(asked)} is not served here"))
         return JSONResponse(self._model_object())
 
     async def metrics(self, request: Request) -> Response:
-        """Prometheus."""
+        """Prometheus metrics."""
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def healthz(self, request: Request) -> Response:
-        """The process lives."""
+        """The process is alive."""
         return PlainTextResponse("ok\n")
 
     async def readyz(self, request: Request) -> Response:
@@ -127,20 +127,20 @@ class HttpApi:
     # generation
 
     async def completions(self, request: Request) -> Response:
-        """Text from a prompt."""
-        return await self._answer(request, CompletionBody, CompletionForm)
+        """Completes prompts."""
+        return await self._respond(request, CompletionBody, CompletionForm)
 
     async def chat_completions(self, request: Request) -> Response:
-        """The next turn of a conversation."""
-        return await self._answer(request, ChatBody, ChatForm)
+        """Generates the next turn of a conversation."""
+        return await self._respond(request, ChatBody, ChatForm)
 
-    async def _answer(self, request: Request, body_type: type[CommonBody], form_type: type[Form]) -> Response:
+    async def _respond(self, request: Request, body_type: type[CommonBody], form_type: type[Form]) -> Response:
         request_id = f"{form_type.id_prefix}-{secrets.token_hex(12)}"
         try:
             request_id = _given_id(request) or request_id
             raw = await _read_body(request)
             if len(raw) > BYTES_TO_PARSE_AT_ONCE:
-                # Long prompts take long to read; other streams must not wait for that.
+                # Parsing a long prompt is slow. On the event loop, this would delay other streams.
                 body, asked = await asyncio.to_thread(_parse, raw, body_type)
             else:
                 body, asked = _parse(raw, body_type)
@@ -151,24 +151,24 @@ class HttpApi:
         except ClientDisconnect:
             return Response(status_code=499)
         else:
-            for place, one in enumerate(asked):
-                one.request_id = request_id if len(asked) == 1 else _with_suffix(request_id, f"-{place}")
-            form = form_type(request_id, self._generator.model_name, body.num_answers, body.wants_usage)
+            for index, one in enumerate(asked):
+                one.request_id = request_id if len(asked) == 1 else _with_suffix(request_id, f"-{index}")
+            form = form_type(request_id, self._generator.model_name, body.num_choices, body.wants_usage)
             responses = self._generate(body, asked, request.headers)
-            answer = self._streamed if body.stream else self._whole
-            response = await answer(request, responses, form)
+            respond = self._streamed if body.stream else self._whole
+            response = await respond(request, responses, form)
         response.headers[REQUEST_ID_HEADER] = request_id
         return response
 
     @contextlib.contextmanager
-    def _named(self, request: inference_pb2.GenerateRequest, is_own_choice: bool) -> Iterator[None]:
-        """Keeps a request's id apart from those of others while it runs.
+    def _named(self, request: inference_pb2.GenerateRequest, is_from_body: bool) -> Iterator[None]:
+        """Keeps a request's id unique while the request runs.
 
-        is_own_choice: the body names it, so two at once are a mistake, which the generator tells. One from a header may
-        come twice: proxies that try again send the same.
+        is_from_body: the id is from the body. A duplicate is then an error, which the generator raises. An id from a
+        header may be a duplicate, because a proxy that retries sends the same header; such an id gets a suffix.
         """
         is_taken = request.request_id in self._running_ids or self._generator.is_running(request.request_id)
-        if is_taken and not is_own_choice:
+        if is_taken and not is_from_body:
             request.request_id = _with_suffix(request.request_id, f"-{secrets.token_hex(4)}")
         is_mine = request.request_id not in self._running_ids
         self._running_ids.add(request.request_id)
@@ -188,8 +188,8 @@ class HttpApi:
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
     async def _streamed(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
-        """The first response decides the status code: what can be refused is refused before anything is sent. But a
-        request may wait for long, and then the stream begins with comments, and an error is an event in it."""
+        """Waits for the first response, so that an error sets the HTTP status. After COMMENT_SECONDS the stream begins
+        without a response, with comments; a later error is an event of the stream."""
         first = asyncio.ensure_future(anext(responses, None))
         try:
             await _unless_gone(request, asyncio.wait({first}, timeout=COMMENT_SECONDS))
@@ -211,21 +211,21 @@ class HttpApi:
     async def _generate(
         self, body: CommonBody, requests: list[inference_pb2.GenerateRequest], headers: Mapping[str, str]
     ) -> GeneratedResponses:
-        """Responses of all prompts as they come. Counts how each request ended; closing it cancels them all."""
+        """Responses of all prompts as they arrive. Counts the status of each request. Closing cancels all requests."""
         timeout = body.timeout
         queue: asyncio.Queue[tuple[int, inference_pb2.GenerateResponse | Exception | None]] = asyncio.Queue(maxsize=64)
 
-        async def pump(place: int, request: inference_pb2.GenerateRequest) -> None:
+        async def pump(index: int, request: inference_pb2.GenerateRequest) -> None:
             status: str = "CANCELLED"
             last: Exception | None = None
             try:
-                with self._named(request, is_own_choice=bool(body.request_id)):
+                with self._named(request, is_from_body=bool(body.request_id)):
                     async with (
                         asyncio.timeout(timeout),
                         aclosing(self._generator.generate(request, timeout, headers)) as responses,
                     ):
                         async for response in responses:
-                            await queue.put((place, response))
+                            await queue.put((index, response))
                 status = "OK"
             except TimeoutError:
                 status, last = "DEADLINE_EXCEEDED", DeadlineExceeded(f"the timeout of {timeout:g} s passed")
@@ -236,9 +236,9 @@ class HttpApi:
                 status, last = "INTERNAL", Internal(f"an unexpected error in the router: {error}")
             finally:
                 self._count_end(status)
-            await queue.put((place, last))
+            await queue.put((index, last))
 
-        tasks = [asyncio.create_task(pump(place, request)) for place, request in enumerate(requests)]
+        tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
         try:
             for _ in range(len(tasks)):
                 while (item := await queue.get())[1] is not None:
@@ -254,7 +254,7 @@ class HttpApi:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _events(self, first: Pending, responses: GeneratedResponses, form: Form) -> AsyncGenerator[str, None]:
-        """Events. first: the first response, which may be still to come."""
+        """Server-sent events of a stream. first: the first response, possibly not there yet."""
         pending: Pending = first
         try:
             while True:
@@ -268,7 +268,7 @@ class HttpApi:
             if form.wants_usage:
                 yield _event(form.usage_chunk())
         except RequestError as error:
-            # The status line is long gone: the error is an event.
+            # The HTTP status was sent already, so the error is an event.
             yield _event(error_of(error)[1])
         finally:
             pending.cancel()
@@ -277,7 +277,7 @@ class HttpApi:
 
 
 class _EventStream(StreamingResponse):
-    """Ends the request when the client is gone, however far the stream has come."""
+    """A stream that cancels the request if the client disconnects at any time."""
 
     def __init__(self, events: AsyncGenerator[str, None], first: Pending, responses: GeneratedResponses) -> None:
         super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
@@ -294,7 +294,7 @@ class _EventStream(StreamingResponse):
 
 
 class _PlainPaths:
-    """A path with a slash at its end is the path without: clients join base and path in their own ways."""
+    """Removes trailing slashes from paths, because clients join base URL and path differently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -320,12 +320,12 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 def _given_id(request: Request) -> str:
-    """The id that the client, or a proxy before it, has given; empty: none. Raises InvalidArgument if it is no id."""
+    """The id in the request's header; empty: none. Raises InvalidArgument if the id is not valid."""
     return _checked_id(REQUEST_ID_HEADER, request.headers.get(REQUEST_ID_HEADER, ""))
 
 
 def _checked_id(field: str, given: str) -> str:
-    """An id, which is to be a header of the answer. Raises InvalidArgument if it can't be one."""
+    """The id. Raises InvalidArgument if it can't be a header of the response."""
     if given and not re.fullmatch(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARACTERS}}}", given):
         raise InvalidArgument(
             field, f"must be 1 to {MAX_REQUEST_ID_CHARACTERS} visible ASCII characters without spaces"
@@ -334,12 +334,12 @@ def _checked_id(field: str, given: str) -> str:
 
 
 def _with_suffix(request_id: str, suffix: str) -> str:
-    """An id made of another one, not longer than ids may be."""
+    """An id with a suffix, truncated to the longest allowed id."""
     return request_id[: MAX_REQUEST_ID_CHARACTERS - len(suffix)] + suffix
 
 
 async def _read_body(request: Request) -> bytes:
-    """Raises InvalidArgument if it is too large."""
+    """Reads the body. Raises InvalidArgument if the body is too large."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -350,7 +350,7 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _parse(raw: bytes, body_type: type[CommonBody]) -> tuple[CommonBody, list[inference_pb2.GenerateRequest]]:
-    """Raises InvalidArgument."""
+    """Parses a body into one request per prompt. Raises InvalidArgument."""
     try:
         body = body_type.model_validate_json(raw)
     except ValidationError as error:
@@ -360,15 +360,15 @@ def _parse(raw: bytes, body_type: type[CommonBody]) -> tuple[CommonBody, list[in
 
 
 async def _collect(responses: GeneratedResponses, form: Form) -> dict[str, Any]:
-    answers: dict[int, list[inference_pb2.GenerateResponse]] = {}
-    async for place, response in responses:
-        form.note_usage(place, response)
-        answers.setdefault(form.index_of(place, response), []).append(response)
-    return form.whole(answers)
+    choices: dict[int, list[inference_pb2.GenerateResponse]] = {}
+    async for prompt_index, response in responses:
+        form.note_usage(prompt_index, response)
+        choices.setdefault(form.index_of(prompt_index, response), []).append(response)
+    return form.whole(choices)
 
 
 async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | None:
-    """The result of some work; None, and the work is cancelled, if the client goes away first."""
+    """The result of `work`. If the client disconnects first, cancels the work and returns None."""
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_until_gone(request))
     try:

@@ -1,4 +1,4 @@
-"""Responses as the objects of OpenAI's two endpoints: whole, and as chunks of a stream."""
+"""Converts responses to the objects of OpenAI's two endpoints: whole objects and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_
 
 
 class Form:
-    """Turns responses into the objects of one endpoint."""
+    """Converts the responses of one request to the objects of one endpoint."""
 
     object_name = ""
     chunk_name = ""
     id_prefix = ""
 
-    def __init__(self, request_id: str, model: str, num_answers: int, wants_usage: bool) -> None:
-        """For one request."""
+    def __init__(self, request_id: str, model: str, num_choices: int, wants_usage: bool) -> None:
         self.wants_usage = wants_usage
-        self._num_answers = num_answers
+        self._num_choices = num_choices
         self._common = {"id": request_id, "created": int(time.time()), "model": model}
         self._begun: set[int] = set()
         self._prompt_tokens: dict[int, int] = {}
@@ -31,12 +30,12 @@ class Form:
         self._completion_tokens = 0
         self._text_lengths: Counter[int] = Counter()
 
-    def chunks(self, place: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
-        """What a stream says of a response."""
-        index = self.index_of(place, response)
+    def chunks(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """The chunks of a stream for a response."""
+        index = self.index_of(prompt_index, response)
         is_first = index not in self._begun
         self._begun.add(index)
-        self.note_usage(place, response)
+        self.note_usage(prompt_index, response)
         finish = FINISH.get(response.finish_reason)
         choice = {"index": index, **self.delta(response, is_first), "finish_reason": finish}
         if response.token_ids:
@@ -49,16 +48,16 @@ class Form:
         usage = {"usage": None} if self.wants_usage else {}
         yield {**self._common, "object": self.chunk_name, "choices": [choice], **usage}
 
-    def note_usage(self, place: int, response: inference_pb2.GenerateResponse) -> None:
-        """Counts the tokens of an ended answer; each prompt once."""
+    def note_usage(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> None:
+        """Counts the tokens of a choice that has ended. A prompt counts once."""
         if response.finish_reason:
-            self._prompt_tokens[place] = response.usage.prompt_tokens
+            self._prompt_tokens[prompt_index] = response.usage.prompt_tokens
             self._completion_tokens += response.usage.completion_tokens
-            if response.index == 0:  # the others find what the first has computed
-                self._cached_tokens[place] = response.usage.cached_tokens
+            if response.index == 0:  # the other choices always find the pages of the first
+                self._cached_tokens[prompt_index] = response.usage.cached_tokens
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and answers."""
+        """Tokens of all prompts and choices."""
         prompt = sum(self._prompt_tokens.values())
         return {
             "prompt_tokens": prompt,
@@ -68,13 +67,13 @@ class Form:
         }
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The last event of a stream that asked for it."""
+        """The last chunk of a stream with include_usage."""
         return {**self._common, "object": self.chunk_name, "choices": [], "usage": self.usage()}
 
-    def whole(self, answers: dict[int, list[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
-        """The answer that is not streamed. answers: responses by index."""
+    def whole(self, responses_of: dict[int, list[inference_pb2.GenerateResponse]]) -> dict[str, Any]:
+        """The object that is not streamed. responses_of: responses by index of the choice."""
         choices = []
-        for index, responses in sorted(answers.items()):
+        for index, responses in sorted(responses_of.items()):
             joined = inference_pb2.GenerateResponse()
             for response in responses:
                 joined.text += response.text
@@ -91,12 +90,12 @@ class Form:
             choices.append(choice)
         return {**self._common, "object": self.object_name, "choices": choices, "usage": self.usage()}
 
-    def index_of(self, place: int, response: inference_pb2.GenerateResponse) -> int:
-        """Which choice a response belongs to."""
-        return place * self._num_answers + response.index
+    def index_of(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> int:
+        """Index of the choice that a response belongs to."""
+        return prompt_index * self._num_choices + response.index
 
     def delta(self, response: inference_pb2.GenerateResponse, is_first: bool) -> dict[str, Any]:
-        """New text, in a stream."""
+        """New text in a chunk."""
         raise NotImplementedError
 
     def message(self, joined: inference_pb2.GenerateResponse) -> dict[str, Any]:
@@ -104,7 +103,7 @@ class Form:
         raise NotImplementedError
 
     def logprobs(self, response: inference_pb2.GenerateResponse, text_before: int) -> dict[str, Any]:
-        """Log-probabilities in the endpoint's shape. text_before: characters of the answer sent before."""
+        """Log-probabilities in the endpoint's format. text_before: characters of the choice that were sent before."""
         raise NotImplementedError
 
 
@@ -156,7 +155,7 @@ def _readable(token: inference_pb2.TokenLogprob) -> str:
 
 
 def _name(token: inference_pb2.TokenLogprob) -> str:
-    """A token's text; its bytes, as OpenAI writes them, where they are no characters by themselves."""
+    """A token's text; if its bytes are not valid UTF-8, the bytes in OpenAI's notation."""
     try:
         return token.token_bytes.decode()
     except UnicodeDecodeError:
@@ -164,7 +163,7 @@ def _name(token: inference_pb2.TokenLogprob) -> str:
 
 
 def _by_name(tokens: Iterable[inference_pb2.TokenLogprob]) -> dict[str, float]:
-    """Log-probabilities by name. Of tokens that share one, the likeliest has it, and the others go by their ids."""
+    """Log-probabilities by name. If tokens have the same name, the likeliest gets it; the others are named by id."""
     named: dict[str, float] = {}
     for token in tokens:
         name = _name(token)

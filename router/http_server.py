@@ -17,41 +17,41 @@ from rpc.server import PortInUse
 from rpc.tls import HttpsContext
 
 LONGEST_HEADERS_BYTES = 64 * 1024
-"""Of a request, its first line included: 32 KiB of headers and a long URL fit."""
-LOOK_SECONDS = 0.5
-"""How often a client that sends no more is asked for a sign of life."""
+"""Limit of a request's headers, with the request line: fits 32 KiB of headers and a long URL."""
+CHECK_SECONDS = 0.5
+"""Time between checks whether a client with a closed sending side still receives."""
 STILL_WORKING = b"HTTP/1.1 102 Processing\r\n\r\n"
-"""An answer before the answer, which clients pass over (RFC 9110, section 15.2)."""
+"""An interim response, which clients ignore (RFC 9110, section 15.2)."""
 
 
 class _Protocol(H11Protocol):
-    """A client that has closed only its sending side still gets its answer.
+    """HTTP/1.1 for clients that close only their sending side: they still get the response.
 
-    TCP does not tell such a client from one that is gone. Writing does: who is gone resets the connection. Before the
-    answer begins, interim responses are written for that; after that the answer itself is what is written.
+    TCP does not distinguish such a client from one that has disconnected. A write does: if the client has disconnected,
+    the connection is reset. So interim responses are written until the response begins.
     """
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's own protocol may return it
-        """Nothing more is sent by the client. Returns whether the connection stays open."""
-        # One whose request is not complete is no client that waits for its answer.
+        """The client has closed its sending side. Returns whether the connection stays open."""
+        # If the request is incomplete, the client does not wait for a response.
         is_over = self.cycle is None or self.cycle.response_complete or self.cycle.more_body
         if is_over or self.conn.their_http_version != b"1.1" or self.transport.get_extra_info("ssl_object"):
             return False
-        self.loop.create_task(self._until_answered())
+        self.loop.create_task(self._until_response())
         return True
 
-    async def _until_answered(self) -> None:
+    async def _until_response(self) -> None:
         while not self.transport.is_closing():
             if self.cycle.response_complete:
                 self.transport.close()
                 return
             if not self.cycle.response_started:
                 self.transport.write(STILL_WORKING)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(CHECK_SECONDS)
 
 
 class HttpServer:
-    """Runs the app on the current event loop."""
+    """Serves an app on the current event loop."""
 
     def __init__(
         self,
@@ -64,19 +64,19 @@ class HttpServer:
     ) -> None:
         """Binds the port; 0 picks a free one. Raises PortInUse.
 
-        drain_seconds: for what runs when it is stopped. keepalive_seconds: how long a connection without a request
-        stays open.
+        drain_seconds: time for running requests after `stop`. keepalive_seconds: how long an idle connection stays
+        open.
         """
         host = bare_host(host)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # With the protocol named: only then asyncio sets TCP_NODELAY, without which tokens wait 40 ms for each other.
+        # IPPROTO_TCP is necessary: only then asyncio sets TCP_NODELAY. Without it, tokens are delayed by up to 40 ms.
         self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
         except OSError as error:
             self._socket.close()
-            raise PortInUse(f"--http-port is {port}, which can't be used on {host}: {error}") from error
+            raise PortInUse(f"--http-port {port} on {host} can't be listened on: {error}") from error
         self.port: int = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app,
@@ -96,21 +96,21 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to serve."""
+        """Starts serving."""
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
 
     @property
     def scheme(self) -> str:
-        """http or https."""
+        """Scheme of URLs: http or https."""
         return "http" if self._tls is None else "https"
 
     def renew_certificate(self) -> None:
-        """Takes up files that changed."""
+        """Loads changed TLS files."""
         if self._tls is not None:
             self._tls.renew()
 
     async def stop(self) -> None:
-        """Takes nothing new, lets what runs end in its time, and ends."""
+        """Rejects new requests, waits up to drain_seconds for running requests, then stops."""
         self._server.should_exit = True
         if self._task is not None:
             with contextlib.suppress(asyncio.CancelledError):
@@ -118,9 +118,9 @@ class HttpServer:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process, which has other things to end too."""
+    """Leaves signals to the process, which also has to stop other parts."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Captures none."""
+        """Captures no signals."""
         yield

@@ -1,4 +1,4 @@
-"""What a router counts. Label values come from fixed sets, never from clients."""
+"""Prometheus metrics of a router. Label values come from fixed sets, never from clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from rpc.metrics import SECONDS_BUCKETS
 
 WaitsFor = Literal["prefill", "decode", "workers"]
-"""What the queue waits for: a prefill worker with little to do, a decode worker with room, or any pair at all."""
+"""What the queue waits for: a prefill worker with a short queue, a decode worker with room, or any ready pair."""
 
 
 STATUSES = (
@@ -24,7 +24,7 @@ STATUSES = (
     "RESOURCE_EXHAUSTED",
     "UNAVAILABLE",
 )
-"""How requests end; series of all are there from the start, so that rates have no gap before the first."""
+"""How requests end. All series exist from the start, so that rates have no gap before the first request."""
 
 
 class RouterMetrics:
@@ -40,7 +40,7 @@ class RouterMetrics:
         for status in STATUSES:
             self.ended.labels(status)
         self.retries = Counter(
-            "kvferry_request_retries_total", "Further attempts by cause", ["cause"], registry=self.registry
+            "kvferry_request_retries_total", "Retries of requests by cause", ["cause"], registry=self.registry
         )
         for cause in ("preempted", "draining", "leg_failed", "prefill_lost", "decode_lost"):
             self.retries.labels(cause)
@@ -61,25 +61,25 @@ class RouterMetrics:
 
         self._queued_token_seconds = Counter(
             "kvferry_queued_token_seconds_total",
-            "Prompt tokens in the queue times the time they were there, by what they waited for; its rate is the mean "
-            "number of tokens that wait",
+            "Prompt tokens in the queue times seconds, by what the queue waited for; the rate is the mean number of "
+            "waiting tokens",
             ["waits_for"],
             registry=self.registry,
         )
         for waits_for in ("prefill", "decode", "workers"):
             self._queued_token_seconds.labels(waits_for)
-        self._queue_told_at = self._now()
+        self._queue_set_at = self._now()
         self.queue: tuple[WaitsFor, int] = ("workers", 0)
-        """What the queue waits for, and how many prompt tokens of it."""
+        """What the queue waits for, and the number of prompt tokens in the queue."""
 
     def set_queue(self, waits_for: WaitsFor, num_tokens: int) -> None:
-        """So many prompt tokens in the queue wait for that from now on."""
+        """Sets what the queue waits for from now on, and its number of prompt tokens."""
         now = self._now()
         before, tokens = self.queue
-        self._queued_token_seconds.labels(before).inc(tokens * (now - self._queue_told_at))
-        self._queue_told_at, self.queue = now, (waits_for, num_tokens)
+        self._queued_token_seconds.labels(before).inc(tokens * (now - self._queue_set_at))
+        self._queue_set_at, self.queue = now, (waits_for, num_tokens)
 
     def set_requests(self, queued: int, running: int) -> None:
-        """Sets the number of requests per state."""
+        """Sets the number of requests in each state."""
         self._requests.labels("queued").set(queued)
         self._requests.labels("running").set(running)

@@ -1,8 +1,8 @@
-"""Every field that clients of OpenAI-compatible servers send, and what becomes of it here.
+"""Tables of all known fields of OpenAI-compatible servers that kvferry does not serve.
 
-A field is *served* (`openai_models`), *harmless* (it can't change the answer, so it is ignored; why is said here), or
-*refused* by name. null means "not given" for all of them, and a value that asks for what is done anyway passes.
-A name that is in no table is refused too: it may be a typing error, or a field that changes the answer.
+A field is *served* (see `openai_models`), *harmless* (ignored because it can't change the output; HARMLESS has the
+reason), or *refused* by name. null means "not given" for every field. A refused field passes if its value asks for the
+default behaviour. A name in no table is refused too: it may be a typing error, or a field that changes the output.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ HARMLESS: Mapping[str, str] = {
     "user": "names the end user; the model never sees it",
     "safety_identifier": "names the end user; the model never sees it",
     "metadata": "labels for stored completions; nothing is stored",
-    "store": "asks to keep a copy; the answer is the same",
-    "service_tier": "price and speed class; there is one",
-    "prompt_cache_key": "hint for caches; prompts are found by content",
-    "prompt_cache_retention": "how long to cache; the answer is the same",
-    "prompt_cache_options": "how to cache; the answer is the same",
+    "store": "whether to store a copy; the output is the same",
+    "service_tier": "price and speed class; there is only one",
+    "prompt_cache_key": "hint for caches; cached prompts are found by content",
+    "prompt_cache_retention": "how long to cache; the output is the same",
+    "prompt_cache_options": "how to cache; the output is the same",
     "parallel_tool_calls": "only about tools, which are refused",
-    "prediction": "a hint for speed; the answer is the same",
+    "prediction": "a hint for speed; the output is the same",
     # OpenRouter, LiteLLM, LM Studio
     "cache_control": "hint for caches; prompts are cached anyway",
-    "provider": "chooses among hosts; there is one",
-    "route": "chooses among hosts; there is one",
+    "provider": "selects a host; there is only one",
+    "route": "selects a host; there is only one",
     "trace": "labels for observability",
     "tags": "labels for observability",
-    "session_id": "groups requests; prompts are found by content",
-    "ttl": "when to unload the model; it stays",
-    "keep_alive": "when to unload the model; it stays",
-    "draft_model": "speculation; the answer is the same",
-    "speculation": "speculation; the answer is the same",
+    "session_id": "groups requests; cached prompts are found by content",
+    "ttl": "when to unload the model; it always stays loaded",
+    "keep_alive": "when to unload the model; it always stays loaded",
+    "draft_model": "speculative decoding; the output is the same",
+    "speculation": "speculative decoding; the output is the same",
     # vLLM
     "truncation_side": "only with truncate_prompt_tokens, which is refused",
     "guided_decoding_backend": "only with guided_*, which are refused",
@@ -43,24 +43,24 @@ HARMLESS: Mapping[str, str] = {
     "mm_processor_kwargs": "only for images and audio, which are refused",
     "stream_interval": "how many tokens per event; the text is the same",
     # SGLang
-    "rid": "an id for logs; ours is request_id",
+    "rid": "an id for logs; kvferry uses request_id",
     "custom_labels": "labels for metrics",
-    "routed_dp_rank": "hint for placement; the router places requests",
-    "data_parallel_rank": "hint for placement; the router places requests",
-    "disagg_prefill_dp_rank": "hint for placement; the router places requests",
+    "routed_dp_rank": "hint for routing; the router selects workers",
+    "data_parallel_rank": "hint for routing; the router selects workers",
+    "disagg_prefill_dp_rank": "hint for routing; the router selects workers",
     "stream_reasoning": "only with separated reasoning, which is refused",
     # llama.cpp, Ollama, TGI
-    "cache_prompt": "whether to use cached pages; the answer is the same",
-    "n_cache_reuse": "how to use cached pages; the answer is the same",
-    "id_slot": "hint for placement; the router places requests",
-    "sse_ping_interval": "comments in the stream",
-    "num_gpu": "placement of layers; the server's choice",
-    "main_gpu": "placement of layers; the server's choice",
-    "num_thread": "CPU threads; the server's choice",
-    "num_batch": "batch size; the server's choice",
-    "use_mmap": "how weights are loaded; they are",
-    "use_mlock": "how weights are loaded; they are",
-    "low_vram": "how weights are loaded; they are",
+    "cache_prompt": "whether to use cached pages; the output is the same",
+    "n_cache_reuse": "how to use cached pages; the output is the same",
+    "id_slot": "hint for routing; the router selects workers",
+    "sse_ping_interval": "interval of comments in the stream",
+    "num_gpu": "placement of layers; set by the server",
+    "main_gpu": "placement of layers; set by the server",
+    "num_thread": "CPU threads; set by the server",
+    "num_batch": "batch size; set by the server",
+    "use_mmap": "how to load weights; they are loaded already",
+    "use_mlock": "how to load weights; they are loaded already",
+    "low_vram": "how to load weights; they are loaded already",
     "mirostat_tau": "only with mirostat, which is refused",
     "mirostat_eta": "only with mirostat, which is refused",
     "dynatemp_exponent": "only with dynatemp_range, which is refused",
@@ -70,7 +70,7 @@ HARMLESS: Mapping[str, str] = {
     "dry_sequence_breakers": "only with dry_multiplier, which is refused",
     "xtc_threshold": "only with xtc_probability, which is refused",
 }
-"""Name to the reason why it can be ignored."""
+"""Name of the field to the reason why the field can be ignored."""
 
 _OFF_BOTH: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
@@ -194,7 +194,7 @@ _OFF_BOTH: Mapping[str, tuple[Any, ...]] = {
     "input": (),
 }
 CHAT_REFUSED: Mapping[str, tuple[Any, ...]] = {**_OFF_BOTH, "prompt": (), "add_special_tokens": (False,)}
-"""Names refused in chat completions, each with the values that pass since they ask for what is done anyway."""
+"""Names refused in chat completions, each with values that pass because they ask for the default behaviour."""
 COMPLETION_REFUSED: Mapping[str, tuple[Any, ...]] = {
     **_OFF_BOTH,
     "messages": (),
@@ -206,10 +206,10 @@ COMPLETION_REFUSED: Mapping[str, tuple[Any, ...]] = {
 MESSAGE_HARMLESS: Mapping[str, str] = {
     "cache_control": "hint for caches",
     "id": "names the message",
-    "annotations": "notes on an answer, sent back",
-    "parsed": "the client's own reading of the content",
-    "token_ids": "those of an answer, sent back",
-    "provider_specific_fields": "a proxy's notes on an answer, sent back",
+    "annotations": "notes on an earlier response",
+    "parsed": "the content as parsed by the client",
+    "token_ids": "token ids of an earlier response",
+    "provider_specific_fields": "a proxy's notes on an earlier response",
     "metadata": "labels",
     "weight": "only for training",
     "created_at": "not shown to the model",
@@ -237,7 +237,7 @@ PART_HARMLESS: Mapping[str, str] = {
     "cache_control": "hint for caches",
     "prompt_cache_breakpoint": "hint for caches",
     "id": "names the part",
-    "annotations": "notes on an answer, sent back",
+    "annotations": "notes on an earlier response",
 }
 STREAM_OPTIONS_HARMLESS: Mapping[str, str] = {
     "include_obfuscation": "padding against listeners; the text is the same",
@@ -253,7 +253,7 @@ def check_extras(
 ) -> None:
     """Raises InvalidArgument naming the first field that is not served.
 
-    extras: fields that are not served, with their values. where: what stands before their names: "messages[0].".
+    extras: fields that are not served, with their values. where: prefix of their names, for example "messages[0].".
     """
     for name, value in (extras or {}).items():
         if value is None or name in harmless or any(_is_same(value, off) for off in refused.get(name, ())):
@@ -264,5 +264,5 @@ def check_extras(
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal, where True is not 1."""
+    """Whether values are equal; True and 1 are not."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

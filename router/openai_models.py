@@ -1,7 +1,7 @@
-"""The bodies of OpenAI-compatible requests, and how they become a GenerateRequest.
+"""Parses the bodies of OpenAI-compatible requests and converts them to GenerateRequests.
 
-null is "not given" everywhere. Lists have stated lengths, and reading stops at the first error: what is wrong with a
-body costs no more than what is right with it. Fields that are not served: see `openai_fields`.
+null means "not given" everywhere. Lists have limits, and parsing stops at the first error, so that an invalid body
+costs no more than a valid one. For fields that are not served see `openai_fields`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from router.validation import MAX_BIASES, MAX_MESSAGES, MAX_STOP_STRINGS, MAX_ST
 from rpc.errors import InvalidArgument
 
 DEFAULT_COMPLETION_TOKENS = 16
-"""What OpenAI's completions give if max_tokens is not set."""
+"""OpenAI's default of max_tokens for completions."""
 MAX_PROMPTS = 128
 """Prompts of one completions request."""
-MAX_CALL_ANSWERS = 256
-"""Answers of one completions request: prompts times n."""
+MAX_CALL_CHOICES = 256
+"""Choices of one completions request: prompts times n."""
 MAX_PARTS = 256
 """Text parts of one message."""
 MAX_PROMPT_IDS = 2_000_000
-"""Token ids of one prompt, before the model's own limit is looked at."""
+"""Token ids of one prompt. The model's own limit is checked later."""
 
 _STRICT = ConfigDict(extra="allow", strict=True)
-# What may be long is checked item by item, up to the first that is wrong.
+# Long lists are checked item by item, up to the first invalid item.
 _Ids = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_IDS)]
 _Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 _IdPrompts = Annotated[list[_Ids], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 class StreamOptions(BaseModel):
-    """How a stream ends."""
+    """Options of a stream."""
 
     model_config = _STRICT
 
@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A part of a message; only text is served."""
+    """A part of a message; only text is supported."""
 
     model_config = _STRICT
 
@@ -70,7 +70,7 @@ class Message(BaseModel):
     name: str | None = None
 
     def text(self, where: str) -> str:
-        """The content as one text. Raises InvalidArgument, naming the message, if it has none or more than text."""
+        """The content as one text. Raises InvalidArgument naming the message if its content is not text."""
         check_extras(self.model_extra, MESSAGE_HARMLESS, MESSAGE_REFUSED, f"{where}.")
         if isinstance(self.content, str):
             return self.content
@@ -83,7 +83,7 @@ class Message(BaseModel):
 
 
 class CommonBody(BaseModel):
-    """What completions and chat completions share. The last block is not OpenAI's own, but common among servers."""
+    """Fields of both completions and chat completions. The second block is not OpenAI's, but common among servers."""
 
     model_config = _STRICT
 
@@ -113,24 +113,24 @@ class CommonBody(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     timeout: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = None
-    """Seconds for queue, prefill, transfer and decode together, like a gRPC deadline."""
+    """Most seconds for queue, prefill, transfer and decode together, like a gRPC deadline."""
 
     @property
-    def num_answers(self) -> int:
-        """Answers to each prompt."""
+    def num_choices(self) -> int:
+        """Choices per prompt."""
         return self.n or 1
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the numbers of tokens."""
+        """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def requests(self) -> list[inference_pb2.GenerateRequest]:
-        """One per prompt. Raises InvalidArgument."""
+        """One request per prompt. Raises InvalidArgument."""
         raise NotImplementedError
 
-    def written_name(self, field: str, place: int) -> str:
-        """What the client calls a field of the wire's GenerateRequest. place: which prompt it is about."""
+    def written_name(self, field: str, prompt_index: int) -> str:
+        """The client's name of a field of GenerateRequest. prompt_index: the prompt that the field belongs to."""
         name = re.sub(r"^(sampling|stop)\.", "", field)
         if isinstance(self.stop, str):
             name = re.sub(r"^stop\[0\]", "stop", name)
@@ -143,7 +143,7 @@ class CommonBody(BaseModel):
             check_extras(self.stream_options.model_extra, STREAM_OPTIONS_HARMLESS, {}, "stream_options.")
 
     def _to_request(self, max_tokens: int | None, num_logprobs: int | None) -> inference_pb2.GenerateRequest:
-        """Everything but the prompt. Raises InvalidArgument for numbers that the wire has no room for."""
+        """A request without its prompt. Raises InvalidArgument for numbers out of the range of their wire type."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         request = inference_pb2.GenerateRequest(
             model=self.model or "",
@@ -204,21 +204,21 @@ class CompletionBody(CommonBody):
     def requests(self) -> list[inference_pb2.GenerateRequest]:
         """See `CommonBody.requests`."""
         best_of = (self.model_extra or {}).get("best_of")
-        if best_of is None or best_of != self.num_answers or isinstance(best_of, bool):
+        if best_of is None or best_of != self.num_choices or isinstance(best_of, bool):
             self._check_served(dict(COMPLETION_REFUSED))
         else:
             self._check_served({**COMPLETION_REFUSED, "best_of": (best_of,)})
         prompts = self._prompts()
-        if len(prompts) * self.num_answers > MAX_CALL_ANSWERS:
+        if len(prompts) * self.num_choices > MAX_CALL_CHOICES:
             raise InvalidArgument(
-                "n", f"is {self.num_answers} for {len(prompts)} prompts; at most {MAX_CALL_ANSWERS} answers are allowed"
+                "n", f"is {self.num_choices} for {len(prompts)} prompts; at most {MAX_CALL_CHOICES} choices are allowed"
             )
         if len(prompts) > 1 and self.request_id:
-            raise InvalidArgument("request_id", "can't name several prompts")
+            raise InvalidArgument("request_id", "can't be set for several prompts")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         common = self._to_request(max_tokens, self.logprobs)
         made = []
-        for place, prompt in enumerate(prompts):
+        for prompt_index, prompt in enumerate(prompts):
             request = inference_pb2.GenerateRequest()
             request.CopyFrom(common)
             if isinstance(prompt, str):
@@ -228,12 +228,12 @@ class CompletionBody(CommonBody):
                 try:
                     request.token_ids.ids.extend(prompt)
                 except ValueError as error:
-                    field = self.written_name("token_ids", place)
+                    field = self.written_name("token_ids", prompt_index)
                     raise InvalidArgument(field, "has a token id that is out of range") from error
             made.append(request)
         return made
 
-    def written_name(self, field: str, place: int) -> str:
+    def written_name(self, field: str, prompt_index: int) -> str:
         """See `CommonBody.written_name`."""
         if field == "num_logprobs":
             return "logprobs"
@@ -241,8 +241,8 @@ class CompletionBody(CommonBody):
             field = "prompt"
         if re.match(r"(text|token_ids|prompt)\b", field):
             several = not isinstance(self.prompt, str) and self.prompt and isinstance(self.prompt[0], str | list)
-            return re.sub(r"^(text|token_ids|prompt)", f"prompt[{place}]" if several else "prompt", field)
-        return super().written_name(field, place)
+            return re.sub(r"^(text|token_ids|prompt)", f"prompt[{prompt_index}]" if several else "prompt", field)
+        return super().written_name(field, prompt_index)
 
 
 class ChatBody(CommonBody):
@@ -261,12 +261,12 @@ class ChatBody(CommonBody):
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         request = self._to_request(max_tokens, (self.top_logprobs or 0) if self.logprobs else None)
         request.chat.SetInParent()
-        for place, message in enumerate(self.messages):
-            text = message.text(f"messages[{place}]")
+        for index, message in enumerate(self.messages):
+            text = message.text(f"messages[{index}]")
             request.chat.messages.add(role=message.role, content=text, name=message.name or "")
         return [request]
 
-    def written_name(self, field: str, place: int) -> str:
+    def written_name(self, field: str, prompt_index: int) -> str:
         """See `CommonBody.written_name`."""
         if field == "num_logprobs":
             return "top_logprobs"
@@ -275,7 +275,7 @@ class ChatBody(CommonBody):
             return next((name for name, value in written.items() if value is not None), "messages")
         if field in ("chat", "prompt"):
             return "messages"
-        return super().written_name(field.removeprefix("chat."), place)
+        return super().written_name(field.removeprefix("chat."), prompt_index)
 
 
 _CODES = {
@@ -287,17 +287,17 @@ _CODES = {
     "less_than": "integer_above_max_value",
     "less_than_equal": "integer_above_max_value",
 }
-"""Kind of pydantic's error to OpenAI's code; all others are about types."""
+"""Type of pydantic's error to OpenAI's code; all other types are invalid_type."""
 _UNION_MEMBER = re.compile(
     r"(list|dict|function|constrained|fail|nullable|model|StreamOptions|TextPart)\b.*\[.*|str|int"
 )
 
 
 def body_error(errors: list[Any], fields: frozenset[str]) -> InvalidArgument:
-    """The error for a body that pydantic refused: names the field as the client wrote it.
+    """The error for an invalid body. Names the field as the client wrote it.
 
-    fields: names of the body's fields. Of several errors, the one that came furthest into a value tells most: pydantic
-    tries every form that a value may have.
+    fields: names of the body's fields. pydantic tries every type of a union, so there may be several errors. The error
+    at the deepest location is the most useful.
     """
 
     def depth(error: Any) -> tuple[int, int]:
@@ -306,7 +306,7 @@ def body_error(errors: list[Any], fields: frozenset[str]) -> InvalidArgument:
 
     first = max(errors, key=depth)
     if depth(first)[1] == 0:
-        # The form that it fits was too long, so another one was tried, and failed at once.
+        # The matching type of a union failed because the list is too long; the other types failed at once.
         first = next((error for error in errors if error["type"] == "too_long"), first)
     parts = _path(first["loc"], fields)
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
@@ -315,5 +315,5 @@ def body_error(errors: list[Any], fields: frozenset[str]) -> InvalidArgument:
 
 
 def _path(location: tuple[str | int, ...], fields: frozenset[str]) -> list[str | int]:
-    """Without the names of union members, which are pydantic's, not the client's."""
+    """A location without pydantic's names of union members, which clients do not know."""
     return [part for part in location if isinstance(part, int) or part in fields or not _UNION_MEMBER.fullmatch(part)]

@@ -1,6 +1,6 @@
-"""From workers to one client's stream: tokens wait here until the client took what came before.
+"""Buffers output tokens between workers and one client's stream.
 
-A slow client's tokens are merged, never reordered. How many may wait is the dispatcher's to say.
+Tokens that wait for a slow client are merged, never reordered. The dispatcher limits how many tokens may wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rpc.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Log-probabilities at one position: the token that is there, then the likeliest ones, best first."""
+    """Log-probabilities at one position: of the token at that position, then of the likeliest tokens, best first."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -22,50 +22,50 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens, in order."""
+    """New output tokens, in order."""
 
     token_ids: tuple[int, ...]
     finish_reason: inference_pb2.FinishReason.ValueType
     logprobs: tuple[Position, ...] = ()
     """One per token, or none at all."""
     prompt_logprobs: tuple[Position, ...] = ()
-    """With the first tokens, if asked for."""
+    """With the first tokens, if requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing more comes; `error` is None if the answer is complete."""
+    """The end of the output. `error` is None if the output is complete."""
 
     error: RequestError | None
 
 
 @dataclass(eq=False)
 class OutputStream:
-    """One writer, the dispatcher, and one reader, the client's call. Lives on the event loop."""
+    """Output of one request. The dispatcher writes and the client's call reads, both on the event loop."""
 
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is something to take. May be shared by streams that are read together."""
+    has_output: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when `take` would return something. Streams that are read together share one event."""
     _outputs: list[worker_pb2.TokenOutput] = field(default_factory=list)
     _ended: Ended | None = None
     num_waiting: int = 0
-    """Tokens not yet taken."""
+    """Tokens in the buffer."""
 
     def add(self, output: worker_pb2.TokenOutput) -> None:
-        """The next tokens."""
+        """Adds the next tokens."""
         self._outputs.append(output)
         self.num_waiting += len(output.token_ids)
-        self.news.set()
+        self.has_output.set()
 
     def end(self, error: RequestError | None) -> None:
-        """Nothing more comes. With an error what waits is dropped: the answer is of no use without its end."""
+        """Ends the output. With an error, waiting tokens are dropped: an output without its end is of no use."""
         if error is not None:
             self._outputs.clear()
             self.num_waiting = 0
         self._ended = Ended(error)
-        self.news.set()
+        self.has_output.set()
 
     def take(self) -> list[Tokens | Ended]:
-        """What came since the last call: all tokens as one, and the end."""
+        """Output since the last call: all tokens merged, and the end."""
         outputs, self._outputs, self.num_waiting = self._outputs, [], 0
         ended, self._ended = self._ended, None
         taken: list[Tokens | Ended] = []

@@ -1,4 +1,4 @@
-"""The public gRPC service: proto in, proto out. Errors become gRPC status here, and nowhere else."""
+"""The public gRPC services. Only this module turns errors into gRPC status."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SERVICE_NAME = "kvferry.v1.InferenceService"
 ADMIN_SERVICE_NAME = "kvferry.v1.AdminService"
 DEADLINE_SLACK_SECONDS = 0.01
-"""gRPC's clock for deadlines is another one, in whole milliseconds."""
+"""gRPC uses another clock for deadlines, with a resolution of 1 ms."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -40,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams an answer."""
+        """Streams the completions of a request."""
         headers = {key: str(value) for key, value in context.invocation_metadata() or ()}
         seconds = context.time_remaining()
         deadline = math.inf if seconds is None else time.monotonic() + seconds
@@ -54,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             status = error.code.name
             await error.abort(context)
         except asyncio.CancelledError:
-            # gRPC itself ends a call at its deadline.
+            # gRPC cancels a call at its deadline.
             if time.monotonic() >= deadline - DEADLINE_SLACK_SECONDS:
                 status = "DEADLINE_EXCEEDED"
             raise
@@ -70,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        """Ids of a text or chat."""
+        """Token ids of a text or chat."""
         try:
             check_model(request.model, self._generator.model_name)
             limits = self._generator.limits()
@@ -82,7 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        """Text of ids."""
+        """Text of token ids."""
         try:
             check_model(request.model, self._generator.model_name)
             text = await self._generator.tokenizing(self._detokenize, request, self._generator.limits())
@@ -91,7 +91,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _detokenize(self, request: inference_pb2.DetokenizeRequest, limits: ClusterLimits) -> str:
-        """Raises InvalidArgument."""
+        """Text of token ids. Raises InvalidArgument."""
         most = max(limits.longest_sequence, MIN_DETOKENIZE_IDS)
         if len(request.token_ids) > most:
             raise InvalidArgument("token_ids", f"has {len(request.token_ids)} ids; at most {most} are allowed")
@@ -102,7 +102,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
-        """The served model."""
+        """Describes the served model."""
         try:
             limits = self._generator.limits()
         except RequestError as error:
@@ -120,7 +120,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetClusterStatus(
         self, request: inference_pb2.GetClusterStatusRequest, context: Context
     ) -> inference_pb2.GetClusterStatusResponse:
-        """The cluster as this router sees it."""
+        """Describes the cluster as this router sees it."""
         pool = self._dispatcher.pool
         now = self._dispatcher.clock.now()
         workers = [
@@ -159,5 +159,5 @@ class AdminServicer(inference_pb2_grpc.AdminServiceServicer):
     async def FlushPrefixCache(
         self, request: inference_pb2.FlushPrefixCacheRequest, context: Context
     ) -> inference_pb2.FlushPrefixCacheResponse:
-        """Makes every worker forget its prefix cache."""
+        """Empties the prefix cache of every worker."""
         return inference_pb2.FlushPrefixCacheResponse(num_workers=self._dispatcher.flush_prefix_caches())

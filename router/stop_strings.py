@@ -1,4 +1,4 @@
-"""Stop strings: found across tokens, cut exactly, never leaked early."""
+"""Finds stop strings in streamed text, also across tokens, and cuts the text exactly there."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections.abc import Sequence as Seq
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, without ever leaking the beginning of one.
+    """Cuts a stream of text at the first stop string. Text that may begin a stop string is held back.
 
-    Stops are looked for in all that was generated; text that is not to be shown, of special tokens, is left out of what
-    is given back.
+    Hidden text, of special tokens, can match stop strings too, but is not returned.
     """
 
     def __init__(self, stops: Seq[str], include_stop: bool) -> None:
         self._stops, self._include_stop = tuple(stops), include_stop
         self._held = ""
         self._hidden: list[tuple[int, int]] = []
-        """Ranges of the held text that are not shown, in order."""
+        """Ranges of the held text that are hidden, in order."""
         self._num_passed = 0
-        """Characters of the held text in which no stop string may end."""
+        """Length of the prefix of the held text in which no stop string may end."""
         self.matched: str | None = None
 
     def add(self, text: str, may_stop: bool = True, is_hidden: bool = False) -> str:
-        """The text that can be shown now. After a match, `matched` says which stop it was and nothing more comes.
+        """Adds text, and returns the text that can be shown now. After a match, `matched` is the stop string, and later
+        calls return nothing.
 
-        may_stop: whether a stop string may end in this text; one that does otherwise is text like any other.
-        is_hidden: it counts for stop strings, and is not shown.
+        may_stop: whether a stop string may end in this text. If False, such a stop string is ordinary text.
+        is_hidden: whether the text is only matched with stop strings, and not shown.
         """
         if self.matched is not None:
             return ""
@@ -34,17 +34,17 @@ class StopStrings:
         self._held += text
         if not may_stop:
             self._num_passed = len(self._held)
-        found = [(place, stop) for stop in self._stops if (place := self._find(stop)) >= 0]
+        found = [(start, stop) for stop in self._stops if (start := self._find(stop)) >= 0]
         if found:
             start, self.matched = min(found, key=lambda match: (match[0], -len(match[1])))
             shown = self._take(start)
             self._held, self._hidden = "", []
-            # Whoever asks for the stop itself sees it, hidden or not.
+            # With include_stop the stop string is shown even if its text is hidden.
             return shown + self.matched if self._include_stop else shown
         return self._take(len(self._held) - self._possible_beginning())
 
     def _take(self, num_characters: int) -> str:
-        """Takes so much from the held text. Returns what of it is shown."""
+        """Removes a prefix from the held text. Returns its visible part."""
         shown, start = [], 0
         for low, high in self._hidden:
             shown.append(self._held[start : max(start, min(low, num_characters))])
@@ -57,15 +57,15 @@ class StopStrings:
         return "".join(shown)
 
     def _find(self, stop: str) -> int:
-        """Where a stop string begins that ends behind the text in which none may end; -1: nowhere."""
+        """Start of the first match that ends after the first `_num_passed` characters; -1: no match."""
         return self._held.find(stop, max(0, self._num_passed - len(stop) + 1))
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Returns the held text: no stop string is coming any more."""
         return self._take(len(self._held))
 
     def _possible_beginning(self) -> int:
-        """Length of the longest end of the held text with which a stop string may begin."""
+        """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):

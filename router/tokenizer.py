@@ -1,4 +1,4 @@
-"""Text to token ids and back. The only place that tokenizes: workers see ids."""
+"""Converts text to token ids and back. Only the router tokenizes: workers get token ids."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rpc.errors import LONGEST_QUOTE, InvalidArgument
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 CHARACTERS_PER_TOKEN = 8
-"""Twice what texts have. If a text is longer than this for each token that fits, a part tells that it is too long."""
+"""Twice the average of texts. If a text has more characters per allowed token, a prefix is tokenized first."""
 SLACK_TOKENS = 16
-"""A part of a text may have so many tokens more than it has in the whole: where it was cut."""
+"""Tokens that a prefix may have in excess of the same characters in the whole text, because of the cut."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Turn:
     name: str = ""
 
     def for_template(self, knows_developers: bool) -> dict[str, str]:
-        """As templates read it. knows_developers: the template has that role; else it is what it was called before."""
+        """The turn for a chat template. knows_developers: whether the template has that role; else use system."""
         role = "system" if self.role == "developer" and not knows_developers else self.role
         return {"role": role, "content": self.content, **({"name": self.name} if self.name else {})}
 
 
 def too_long(num_tokens: int, longest_sequence: int, pool_words: str = "", at_least: bool = False) -> InvalidArgument:
-    """The error for a prompt that leaves no room for an answer."""
+    """The error for a prompt that leaves no room for an output token."""
     return InvalidArgument(
         "prompt",
-        f"has {'at least ' if at_least else ''}{num_tokens} tokens; with at least 1 token to answer, at most "
+        f"has {'at least ' if at_least else ''}{num_tokens} tokens; with at least 1 output token, at most "
         f"{longest_sequence - 1} fit: this model's maximum context length is {longest_sequence} tokens{pool_words}",
         reason=CONTEXT_LENGTH_EXCEEDED,
     )
@@ -52,30 +52,30 @@ class Tokenizer:
     """A model's tokenizer, chat template and end-of-sequence ids."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises TokenizerError."""
+        """Loads the tokenizer of a model folder. Raises TokenizerError."""
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         except Exception as error:
-            # Libraries raise what they like for a broken file, or for one that needs another library.
+            # Libraries raise any type for a broken file, or for a file that needs another library.
             raise TokenizerError(f"--model {folder}: its tokenizer can't be loaded: {error}") from error
         file = folder / "tokenizer.json"
         self.file_hash = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         self._token_bytes = TokenBytes(self._tokenizer)
         self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._token_bytes.special_ids)
         self.longest_token = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
-        """Characters of the longest token, as the vocabulary writes it: no token stands for more."""
+        """Characters of the longest token in the vocabulary: an upper bound of a token's text."""
         texts = {token: self._tokenizer.convert_ids_to_tokens(token) for token in self._token_bytes.special_ids}
         self.special_tokens: dict[int, str] = {token: text for token, text in texts.items() if text}
-        """Texts of the tokens that answers hide, by id."""
+        """Texts of special tokens, which outputs hide by default, by id."""
 
     def encode(self, text: str, max_tokens: int | None = None, longest_sequence: int = 0) -> list[int]:
-        """Ids of plain text, with whatever the tokenizer puts around a prompt.
+        """Ids of plain text, with the special tokens that the tokenizer adds to a prompt.
 
         Text that already begins with the tokenizer's beginning-of-sequence token gets no second one.
-        max_tokens, longest_sequence: how long a prompt and a sequence may be; None: however long.
-        Raises InvalidArgument if it is longer; it may stop reading then.
+        max_tokens, longest_sequence: limits of a prompt and of a sequence, in tokens; None: no limit.
+        Raises InvalidArgument if the prompt is longer, possibly before all of the text is tokenized.
         """
         self._check_length(text, max_tokens, longest_sequence)
         ids: list[int] = self._tokenizer(text).input_ids
@@ -86,7 +86,7 @@ class Tokenizer:
         """Ids of a conversation, rendered by the model's template.
 
         max_tokens, longest_sequence: see `encode`.
-        Raises InvalidArgument if there is no template, if it refuses the conversation, or if that is too long.
+        Raises InvalidArgument if there is no template, if the template fails, or if the prompt is too long.
         """
         template = self._tokenizer.chat_template
         if not template:
@@ -96,16 +96,16 @@ class Tokenizer:
         try:
             rendered: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            # A template is code that came with the model; whatever it raises is about this conversation.
-            message = f"the model's chat template refuses it: {str(error)[:LONGEST_QUOTE]}"
+            # A template is code from the model's authors and may raise any type. The cause is this conversation.
+            message = f"the model's chat template rejects this conversation: {str(error)[:LONGEST_QUOTE]}"
             raise InvalidArgument("chat", message) from error
         self._check_length(rendered, max_tokens, longest_sequence)
         ids: list[int] = self._tokenizer(rendered, add_special_tokens=False).input_ids
         return ids
 
     def _check_length(self, text: str, max_tokens: int | None, longest_sequence: int) -> None:
-        """Raises InvalidArgument if a text surely has more tokens than may be. Tokenizing costs some hundred bytes of
-        memory for each byte of text, so a text that is far too long is not tokenized to its end."""
+        """Raises InvalidArgument if a text certainly has too many tokens. Tokenizing takes some hundred bytes of memory
+        per byte of text, so only a prefix of a text that is far too long is tokenized."""
         if max_tokens is None:
             return
         if len(text) > (max_tokens + 1) * self.longest_token:
@@ -122,13 +122,13 @@ class Tokenizer:
         return detokenizer.add(token_ids) + detokenizer.finish()
 
     def detokenizer(self, include_special_tokens: bool = False) -> Detokenizer:
-        """For the text of one answer."""
+        """A detokenizer for one output."""
         table = self._token_bytes
         if table.is_exact:
             return ByteDetokenizer(table.all if include_special_tokens else table.visible, table.strips_first_space)
 
         def decode(token_ids: Seq[int]) -> str:
-            # Never cleaned up: "it ' s" may become "it's" only after "it '" was shown.
+            # No clean-up: "it ' s" would become "it's" only after "it '" was sent.
             text: str = self._tokenizer.decode(
                 list(token_ids), skip_special_tokens=not include_special_tokens, clean_up_tokenization_spaces=False
             )
@@ -137,12 +137,12 @@ class Tokenizer:
         return WindowDetokenizer(decode, lambda token: include_special_tokens or token not in table.special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token by itself; none for ids that the tokenizer does not know."""
+        """The bytes of a single token; empty for unknown ids."""
         return self._token_bytes.all(token_id)
 
 
 class TokenBytes:
-    """What bytes each token stands for."""
+    """The bytes of each token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -150,22 +150,22 @@ class TokenBytes:
         added = backend.get_added_tokens_decoder() if backend is not None else {}
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         decoder = json.loads(backend.to_str())["decoder"] if backend is not None else None
-        steps = _decoder_steps(decoder)
-        self._is_byte_level = [step["type"] for step in steps] == ["ByteLevel"]
-        self.strips_first_space = steps == [*_FALLBACK_STEPS, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-        self.is_exact = self._is_byte_level or self.strips_first_space or steps == _FALLBACK_STEPS
-        """Joined bytes are the text, as UTF-8, so that text can be made byte by byte."""
+        parts = _decoder_parts(decoder)
+        self._is_byte_level = [part["type"] for part in parts] == ["ByteLevel"]
+        self.strips_first_space = parts == [*_FALLBACK_PARTS, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+        self.is_exact = self._is_byte_level or self.strips_first_space or parts == _FALLBACK_PARTS
+        """Whether the joined bytes of tokens are the text in UTF-8, so that text can be made byte by byte."""
         self._known: dict[int, bytes] = {}
 
     def all(self, token_id: int) -> bytes:
-        """Of any token."""
+        """Bytes of any token."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._look_up(token_id)
         return found
 
     def visible(self, token_id: int) -> bytes:
-        """Of a token that is not special; none of others."""
+        """Bytes of a token; empty for special tokens."""
         return b"" if token_id in self.special_ids else self.all(token_id)
 
     def _look_up(self, token_id: int) -> bytes:
@@ -182,19 +182,19 @@ class TokenBytes:
         return token.replace("\u2581", " ").encode()
 
 
-_FALLBACK_STEPS: list[dict[str, Any]] = [
+_FALLBACK_PARTS: list[dict[str, Any]] = [
     {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
 ]
 
 
-def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The parts of a tokenizer's decoder, as tokenizer.json has it."""
+def _decoder_parts(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a tokenizer's decoder in tokenizer.json."""
     if decoder is None:
         return []
-    steps: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
-    return steps
+    parts: list[dict[str, Any]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return parts
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -209,14 +209,14 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _eos_token_ids(folder: Path, tokenizer: Any, special_ids: frozenset[int]) -> tuple[int, ...]:
-    """Ids that end an answer: all that generation_config.json, config.json and the tokenizer name, and what the chat
-    template puts behind an assistant's turn. Published models often name only one of them in each place."""
+    """Ids that end an output: all ids in generation_config.json, config.json and the tokenizer, and the token that the
+    chat template writes after an assistant's turn. Published models often have only one id in each of these."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():
             config = json.loads((folder / name).read_text())
-            for place in (config, config.get("text_config")):
-                ids = place.get("eos_token_id") if isinstance(place, dict) else None
+            for section in (config, config.get("text_config")):
+                ids = section.get("eos_token_id") if isinstance(section, dict) else None
                 found.update(ids if isinstance(ids, list) else [ids] if ids is not None else [])
     if tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
@@ -227,16 +227,16 @@ def _eos_token_ids(folder: Path, tokenizer: Any, special_ids: frozenset[int]) ->
 
 
 def _end_of_turn(tokenizer: Any) -> int | None:
-    """The token that the chat template writes right behind what an assistant said; None: there is no template, or it
-    writes nothing."""
-    said = "kvferry"
+    """The token that the chat template writes directly after an assistant's text; None: there is no template, or no
+    such token."""
+    text = "kvferry"
     if not tokenizer.chat_template:
         return None
     try:
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": said}]
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
         rendered: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False)
-    except Exception:  # a template is code that came with the model; it need not take this conversation
+    except Exception:  # a template may reject this conversation and raise any type
         return None
-    behind = rendered.rpartition(said)[2]
-    ids: list[int] = tokenizer(behind, add_special_tokens=False).input_ids if behind else []
+    after = rendered.rpartition(text)[2]
+    ids: list[int] = tokenizer(after, add_special_tokens=False).input_ids if after else []
     return ids[0] if ids else None

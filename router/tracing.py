@@ -1,10 +1,10 @@
-"""Traces of requests for OpenTelemetry: what a request waited for and who computed it.
+"""Traces of requests for OpenTelemetry: the stages of a request, and the workers that computed it.
 
-One trace per request, or one span in the caller's trace if it sent a W3C `traceparent` (gRPC metadata, HTTP header).
-Workers know nothing of traces: the stages they stamp come to the router anyway, and become spans when a request ends,
-those of every attempt. The span in which a request or an attempt failed says why.
-Attributes follow the conventions for generative AI (https://opentelemetry.io/docs/specs/semconv/gen-ai/); ours begin
-with `kvferry.`. Sampling and resource are the SDK's, by its `OTEL_*` variables.
+One trace per request, or one span in the caller's trace if the caller sent a W3C `traceparent` (gRPC metadata, HTTP
+header). Workers do not create spans: they report times of stages, which the router turns into spans of every attempt
+when a request ends. The span in which a request or an attempt failed has the reason.
+Attributes follow the conventions for generative AI (https://opentelemetry.io/docs/specs/semconv/gen-ai/); our own begin
+with `kvferry.`. The `OTEL_*` variables configure the SDK's sampling and resource.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from router.answer import Answer
+from router.completion import Completion
 from rpc.config import ConfigError
 from rpc.errors import RequestError
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 NO_HEADERS: Mapping[str, str] = {}
 CLOSE_SECONDS = 2.0
-"""Most time for the last spans when the router ends; a collector that is gone must not hold it."""
+"""Longest time to send the last spans at shutdown, in case the collector is unreachable."""
 IN_STAGE = {
     "queued": "queue",
     "reserved": "wait for prefill",
@@ -38,13 +38,13 @@ IN_STAGE = {
     "transfer_finished": "wait for decode",
     "decode_started": "decode",
 }
-"""What a request does once it has reached a stage: names of spans."""
+"""Stage to name of the span that begins at this stage."""
 MOST_TRACEPARENT, MOST_TRACESTATE = 128, 512
-"""Characters: the specification's format, and what it says that everybody should carry."""
+"""Most characters: of the specified format, and of what the specification asks everybody to propagate."""
 
 
 class Tracing:
-    """Makes traces."""
+    """Creates traces."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Tracing:
 
     @classmethod
     def to_collector(cls, endpoint: str, router_id: str, model: str) -> Tracing:
-        """Sends to an OTLP collector over gRPC. Raises ConfigError if the packages for it are not installed."""
+        """Sends traces to an OTLP collector over gRPC. Raises ConfigError if OpenTelemetry packages are missing."""
         try:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -71,18 +71,18 @@ class Tracing:
                 f"(pip install '.[tracing]'): {error}"
             ) from error
         try:
-            # What the environment says goes before what we would say.
+            # Attributes from the environment override ours.
             ours = Resource.create({"service.name": "kvferry-router", "service.instance.id": router_id})
             provider = TracerProvider(resource=ours.merge(OTELResourceDetector().detect()))
             provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"--otlp-endpoint {endpoint}, or a variable OTEL_*: {error}") from error
-        # It warns of every tracestate that it can't read, and clients may send what they like.
+            raise ConfigError(f"--otlp-endpoint {endpoint}, or an OTEL_* variable: {error}") from error
+        # This logger warns of every invalid tracestate, and clients may send any.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         return cls(provider, model)
 
     def begin(self, headers: Mapping[str, str]) -> RequestTrace:
-        """A request came. headers: its gRPC metadata or HTTP headers, names in lower case."""
+        """Begins the trace of a new request. headers: gRPC metadata or HTTP headers, names in lower case."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -102,7 +102,7 @@ class Tracing:
         return RequestTrace(self._tracer, root, self._now, wall_ns - int(self._now() * 1e9))
 
     def close(self) -> None:
-        """Sends what is left, if the collector takes it in time."""
+        """Sends the last spans, for at most CLOSE_SECONDS."""
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_SECONDS)
@@ -112,48 +112,48 @@ class RequestTrace:
     """The trace of one request."""
 
     def __init__(self, tracer: Tracer, root: Span, now: Callable[[], float], clock_origin: int) -> None:
-        """clock_origin: nanoseconds since 1970 at which `now` was 0, so that all times are of one clock."""
+        """clock_origin: nanoseconds since 1970 at which `now` was 0; converts stage times to wall time."""
         self._tracer, self._root, self._now, self._origin = tracer, root, now, clock_origin
 
-    def end(self, answers: Seq[Answer], error: Exception | None) -> None:
-        """It is over, with this error if it did not come to its end; answers: none if it was refused.
+    def end(self, completions: Seq[Completion], error: Exception | None) -> None:
+        """Ends the trace. error: why the request failed, if it did. completions: empty if the request was refused.
 
-        Raises nothing: a request does not fail with its trace.
+        Raises nothing, because a failed trace must not fail the request.
         """
         now = self._now()
         try:
             if self._root.is_recording():
-                self._describe(answers, now, error)
+                self._describe(completions, now, error)
             self._root.end(self._at(now))
         except Exception:
-            log.exception("a trace is lost")
+            log.exception("a trace could not be recorded")
 
-    def _describe(self, answers: Seq[Answer], now: float, error: Exception | None) -> None:
-        for answer in answers:
-            self._add_stages(answer, now, error)
-        if answers:
-            self._root.set_attributes(_attributes(answers))
+    def _describe(self, completions: Seq[Completion], now: float, error: Exception | None) -> None:
+        for completion in completions:
+            self._add_stages(completion, now, error)
+        if completions:
+            self._root.set_attributes(_attributes(completions))
         if error is not None:
             _set_error(self._root, str(error), error_type(error))
 
     def _at(self, moment: float) -> int:
         return self._origin + int(moment * 1e9)
 
-    def _add_stages(self, answer: Answer, now: float, error: Exception | None) -> None:
+    def _add_stages(self, completion: Completion, now: float, error: Exception | None) -> None:
         from opentelemetry.trace import set_span_in_context
 
         parent = set_span_in_context(self._root)
-        for number, attempt in enumerate(answer.request.attempts):
+        for number, attempt in enumerate(completion.request.attempts):
             for (stage, begin), after in itertools.zip_longest(moments := attempt.moments(), moments[1:]):
                 if (name := _span_name(stage, after)) is None:
                     continue
                 end = after[1] if after is not None else attempt.ended or now
                 span = self._tracer.start_span(name, parent, start_time=self._at(begin))
-                span.set_attributes({"kvferry.choice": answer.index, "kvferry.attempt": number})
+                span.set_attributes({"kvferry.choice": completion.index, "kvferry.attempt": number})
                 prefill_worker, decode_worker = attempt.workers
                 if worker := {"prefill": prefill_worker, "decode": decode_worker}.get(name):
                     span.set_attribute("kvferry.worker", worker)
-                if after is None:  # it did not get further
+                if after is None:  # the attempt's last stage
                     if attempt.ended is not None:
                         _set_error(span, attempt.why)
                     elif error is not None:
@@ -162,20 +162,20 @@ class RequestTrace:
 
 
 def _span_name(stage: str, after: tuple[str, float] | None) -> str | None:
-    """What a request did between two stages; None if that was nothing."""
+    """Name of the span between two stages; None: there is none."""
     if stage == "prefill_finished" and after is not None and after[0] != "transfer_finished":
-        # One worker does both phases, or the first token ended the answer.
+        # One worker does prefill and decode, or the first token ended the output.
         return "wait for decode" if after[0] == "decode_started" else None
     return IN_STAGE.get(stage)
 
 
-def _attributes(answers: Seq[Answer]) -> dict[str, str | int | float]:
-    first, requests = answers[0].request, [answer.request for answer in answers]
+def _attributes(completions: Seq[Completion]) -> dict[str, str | int | float]:
+    first, requests = completions[0].request, [completion.request for completion in completions]
     return {
         "kvferry.request_id": first.checked.request_id,
         "gen_ai.request.max_tokens": first.checked.stop.max_tokens,
         "gen_ai.usage.input_tokens": len(first.checked.prompt_token_ids),
-        "gen_ai.usage.output_tokens": sum(answer.num_tokens for answer in answers),
+        "gen_ai.usage.output_tokens": sum(completion.num_tokens for completion in completions),
         "kvferry.cached_tokens": first.num_cached_tokens,
         "kvferry.retries": sum(len(request.attempts) - 1 for request in requests),
         "kvferry.kv_transfer.bytes": sum(request.kv_transfer.bytes for request in requests),
@@ -184,7 +184,7 @@ def _attributes(answers: Seq[Answer]) -> dict[str, str | int | float]:
 
 
 def error_type(error: Exception) -> str:
-    """The gRPC status that its client gets."""
+    """Name of the gRPC status that the client gets."""
     return error.code.name if isinstance(error, RequestError) else "INTERNAL"
 
 

@@ -1,4 +1,4 @@
-"""Every field of a request is checked here, before anything is queued. Errors name the field and the limit."""
+"""Validates every field of a request before the request is queued. Errors name the field and the limit."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from rpc.errors import InvalidArgument, NotFound, quoted
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Of all stop strings of a request together: they are looked for at each token."""
+"""Of all stop strings of a request together, because they are searched after each token."""
 MAX_MESSAGES = 4096
 MAX_STOP_TOKEN_IDS = 64
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_PRIORITY = 1000
-MAX_ANSWERS = 32
+MAX_COMPLETIONS = 32
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 65_536
-"""Tokens and alternatives of one prompt: they go out in one message."""
+"""Values (tokens and alternatives) of one prompt: they are sent in one message."""
 MAX_TOKENIZE_CHARACTERS = 1 << 20
-"""Of one Tokenize call, which may be about more than a prompt."""
+"""Of one Tokenize call, whose text may be longer than a prompt."""
 MIN_DETOKENIZE_IDS = 1 << 16
-"""Of one Detokenize call, or as many as a sequence has, if that is more."""
+"""A Detokenize call may have this many ids, or as many as the longest sequence if that is more."""
 MAX_BIASES = 1024
 MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
 class ClusterLimits:
-    """What the connected workers can take. Known once one of each tier was seen."""
+    """Limits of the connected workers. Known once a worker of each tier was connected."""
 
     max_model_len: int
     vocab_size: int
@@ -48,22 +48,22 @@ class ClusterLimits:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of prompt and output together that can really be had: the model's limit, or what the smaller pool
-        holds. The last token's KV is never computed, so one more token than a pool holds can exist. The prefill pool
-        counts for the whole answer too: a request that loses its decode worker is computed again with its tokens."""
+        """Most tokens of prompt and output together: the model's limit, or the capacity of the smaller pool plus 1,
+        because the last token's KV is never computed. The prefill pool has to hold the output too: if a decode worker
+        is lost, prefill computes the KV of prompt and output again."""
         return min(self.max_model_len, min(self.prefill_pages, self.decode_pages) * self.page_size + 1)
 
     def pool_words(self) -> str:
-        """Says so where a pool, not the model, is what limits."""
+        """Explanation for error messages if a pool, not the model, is the limit; else empty."""
         if self.longest_sequence == self.max_model_len:
             return ""
         pages, tier = min((self.decode_pages, "decode"), (self.prefill_pages, "prefill"))
-        return f" (what the {tier} worker's pool of {pages} pages of {self.page_size} holds)"
+        return f" (the capacity of the {tier} worker's pool: {pages} pages of {self.page_size} tokens)"
 
 
 @dataclass(frozen=True)
 class CheckedRequest:
-    """A request in which nothing is left to doubt."""
+    """A validated request with all defaults filled in."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -75,17 +75,17 @@ class CheckedRequest:
     return_token_ids: bool
     cache_salt: str
     priority: int
-    num_answers: int = 1
+    num_completions: int = 1
     include_special_tokens: bool = False
     page_size: int = 0
-    """Of `page_keys`."""
+    """Page size of `page_keys`, in tokens."""
     page_keys: tuple[bytes, ...] = ()
-    """Keys of the prompt's full pages, to find workers that have them."""
+    """Keys of the prompt's full pages, to find workers that have these pages cached."""
     vocab_size: int = 0
-    """Token ids of prompt, biases and stops are below this."""
+    """All token ids of the request are below this."""
 
-    def answer(self, index: int) -> CheckedRequest:
-        """The same request for one of its answers. Log-probabilities of the prompt come with the first."""
+    def completion(self, index: int) -> CheckedRequest:
+        """The request for one of its completions. The first completion has the log-probabilities of the prompt."""
         sampling = worker_pb2.SamplingConfig()
         sampling.CopyFrom(self.sampling)
         sampling.choice_index, sampling.prompt_logprobs = index, self.sampling.prompt_logprobs and index == 0
@@ -95,7 +95,7 @@ class CheckedRequest:
 def check_request(
     request: inference_pb2.GenerateRequest, tokenizer: Tokenizer, model_name: str, limits: ClusterLimits
 ) -> CheckedRequest:
-    """Raises InvalidArgument naming the field, or NotFound for the model."""
+    """Validates a request. Raises InvalidArgument naming the field, or NotFound for the model."""
     check_model(request.model, model_name)
     if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
         raise InvalidArgument(
@@ -127,7 +127,7 @@ def check_request(
         return_token_ids=request.return_token_ids,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        num_answers=_in_range("sampling.n", request.sampling.n or 1, 1, MAX_ANSWERS),
+        num_completions=_in_range("sampling.n", request.sampling.n or 1, 1, MAX_COMPLETIONS),
         include_special_tokens=request.include_special_tokens,
         page_size=limits.page_size,
         page_keys=page_keys(prompt, limits.page_size, request.cache_salt),
@@ -136,7 +136,7 @@ def check_request(
 
 
 def check_model(asked: str, served: str) -> None:
-    """Raises NotFound if another model is asked for."""
+    """Raises NotFound if the request names another model."""
     if asked and asked != served:
         raise NotFound(f"model: {quoted(asked)} is not served here; this router serves {served!r}")
 
@@ -147,10 +147,10 @@ def prompt_token_ids(
     limits: ClusterLimits,
     must_fit: bool = True,
 ) -> list[int]:
-    """The prompt as ids. Its length is bounded before anything is made of it: by characters before it is tokenized,
-    and then by a part of it, so that one that is far too long costs no more than one that fits.
+    """The prompt as token ids. A text that is far too long is rejected by its number of characters or by the tokens of
+    a prefix, so that it costs no more than a text that fits.
 
-    must_fit: it has to leave room for an answer.
+    must_fit: whether the prompt has to leave room for an output.
     Raises InvalidArgument.
     """
     kind = request.WhichOneof("prompt")
@@ -188,9 +188,7 @@ def prompt_token_ids(
         raise InvalidArgument(kind, "has no tokens; a prompt needs at least 1")
     if max(ids) >= limits.vocab_size:
         # A tokenizer may know more tokens than the model has embeddings for.
-        raise InvalidArgument(
-            kind, f"has the token {max(ids)}, which the model, with {limits.vocab_size}, does not have"
-        )
+        raise InvalidArgument(kind, f"has the token {max(ids)}, but the model has only {limits.vocab_size} tokens")
     if longest is not None and len(ids) > longest:
         raise too_long(len(ids), limits.longest_sequence, limits.pool_words())
     return ids
@@ -209,7 +207,7 @@ Number = TypeVar("Number", int, float)
 def _in_range(field: str, value: Number, low: Number, high: Number) -> Number:
     """The value. Raises InvalidArgument if it is not in [low, high], or NaN.
 
-    Numbers come as 32-bit floats: the bounds are those that a client can write, 0.01 among them.
+    The wire has 32-bit floats, so the bounds are rounded to 32 bits too: 0.01 is then in [0.01, 10].
     """
     if not _as_float32(low) <= value <= _as_float32(high):
         raise InvalidArgument(field, f"is {value:.7g}; it must be in [{low}, {high}]")
@@ -251,7 +249,7 @@ def _check_sampling(request: inference_pb2.GenerateRequest, vocab_size: int) -> 
 
 
 def _check_bias(logit_bias: Mapping[int, float], vocab_size: int) -> dict[int, float]:
-    """In order of token ids, so that equal requests look equal."""
+    """The biases in order of token ids, so that equal requests have equal bytes."""
     if len(logit_bias) > MAX_BIASES:
         raise InvalidArgument("sampling.logit_bias", f"has {len(logit_bias)} tokens; at most {MAX_BIASES} are allowed")
     for token_id in sorted(logit_bias):
@@ -279,22 +277,20 @@ def _check_stop(
     check_token_ids("stop.stop_token_ids", stop.stop_token_ids, limits.vocab_size)
     stop_token_ids = set(stop.stop_token_ids)
     if not stop.ignore_eos:
-        # A config may name ids that the model does not have.
+        # A config may have end-of-sequence ids outside the vocabulary.
         stop_token_ids.update(token for token in tokenizer.eos_token_ids if token < limits.vocab_size)
     max_tokens = _check_length(stop, num_prompt_tokens, limits)
     if stop.min_tokens > max_tokens:
-        raise InvalidArgument(
-            "stop.min_tokens", f"is {stop.min_tokens}; at most max_tokens, {max_tokens}, are possible"
-        )
+        raise InvalidArgument("stop.min_tokens", f"is {stop.min_tokens}; it must be at most max_tokens, {max_tokens}")
     if stop.min_tokens and len(stop_token_ids) >= limits.vocab_size:
-        raise InvalidArgument("stop.min_tokens", f"is {stop.min_tokens}, but every token ends the answer")
+        raise InvalidArgument("stop.min_tokens", f"is {stop.min_tokens}, but every token ends the output")
     return worker_pb2.StopConfig(
         max_tokens=max_tokens, stop_token_ids=sorted(stop_token_ids), min_tokens=stop.min_tokens
     )
 
 
 def _check_length(stop: inference_pb2.StopConditions, num_prompt_tokens: int, limits: ClusterLimits) -> int:
-    """The most output tokens."""
+    """The maximum number of output tokens. Raises InvalidArgument."""
     longest = limits.longest_sequence
     if not stop.HasField("max_tokens"):
         return longest - num_prompt_tokens

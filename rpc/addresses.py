@@ -1,12 +1,12 @@
-"""host:port, where the host may be an IPv6 address: in brackets, as URLs and gRPC write it, or without, as Kubernetes
-puts a pod's own address into its environment."""
+"""Addresses as host:port. An IPv6 host may be in brackets, as in URLs and gRPC, or without brackets, as Kubernetes
+writes a pod's own address into its environment."""
 
 from __future__ import annotations
 
 import ipaddress
 
 ANY_HOSTS = frozenset({"0.0.0.0", "::"})
-"""Hosts that mean "all addresses of this machine". :: takes IPv4 too where the system has both."""
+"""Hosts that mean "all addresses of this machine". :: includes IPv4 if the system has both."""
 
 
 def bare_host(host: str) -> str:
@@ -15,13 +15,13 @@ def bare_host(host: str) -> str:
 
 
 def join_address(host: str, port: int) -> str:
-    """host:port as URLs and gRPC take it."""
+    """host:port in the form of URLs and gRPC."""
     bare = bare_host(host)
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port. Raises ValueError with a sentence."""
+    """Host, without brackets, and port. Raises ValueError with a message for users."""
     host, _, port = address.rpartition(":")
     bare = bare_host(host)
     is_wrong = not bare or "/" in bare or not port.isdigit() or not 1 <= int(port) <= 65535
@@ -36,5 +36,5 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def normal_address(address: str) -> str:
-    """The address with brackets where it needs them. Raises ValueError with a sentence."""
+    """The address, with brackets around an IPv6 host. Raises ValueError with a message for users."""
     return join_address(*split_address(address))

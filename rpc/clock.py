@@ -1,7 +1,7 @@
-"""Time as an argument: what loops, routers and transfers see of the clock, and how they have things happen later.
+"""The clock and timers of engine loops, routers and transfers, so that the simulator can replace them.
 
-Code that decides something gets a `Clock` and a `random.Random`. In a process they are the system's; in the simulator
-they belong to one seed.
+Code that depends on time or randomness gets a `Clock` and a `random.Random`. A process uses the system's; the simulator
+creates both from one seed.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any, Protocol
 
 
 class Timer(Protocol):
-    """Something that is to happen."""
+    """A scheduled call."""
 
     def cancel(self) -> None:
-        """It is not to happen any more."""
+        """Cancels the call."""
         ...
 
 
 class Clock(Protocol):
-    """Now, and later."""
+    """Tells the time and schedules calls."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back. From any thread."""
+        """Seconds on a monotonic clock. Any thread may call this."""
         ...
 
     def call_later(self, seconds: float, function: Callable[..., object], *arguments: Any) -> Timer:
-        """Calls a function on the event loop after some time. From the event loop only."""
+        """Calls a function on the event loop after some seconds. Only the event loop may call this."""
         ...
 
     def call_soon_threadsafe(self, function: Callable[..., object], *arguments: Any) -> object:
-        """Calls a function on the event loop soon. From any thread."""
+        """Calls a function on the event loop soon. Any thread may call this."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Settings that every process of kvferry has."""
+"""Settings of every kvferry process."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ConfigError(ValueError):
-    """A setting can't be used on this machine. Says which, and what to change."""
+    """A setting can't be used on this machine. The message names the setting and what to change."""
 
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """Where a process listens, what it writes, and where it may run."""
+    """Addresses, files, logs and cores of a process."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Use 0.0.0.0 to be reached from other machines, or :: where they speak IPv6 (and IPv4)."""
+    """Address to listen on. For access from other machines use 0.0.0.0 (IPv4), or :: (IPv6 and IPv4)."""
     port: int = 0
     """gRPC port; 0 picks a free one."""
     metrics_port: int = 0
     """HTTP port of /metrics; 0 picks a free one."""
     tls_folder: MaybeFolder = None
-    """Folder with tls.crt, tls.key and ca.crt: gRPC over TLS, mutual between kvferry's own processes. Certificates must
-    be valid for the name kvferry. Pages over UCX and metrics are not encrypted by this."""
+    """Folder with tls.crt, tls.key and ca.crt: enables TLS for gRPC, mutual TLS between kvferry processes. Certificates
+    must be valid for the name kvferry. KV transfer over UCX and metrics are not encrypted."""
     health_port: MaybePort = None
-    """A second gRPC port, never TLS, with nothing but the health service: for probes. Unset: none; 0: a free one."""
+    """A second gRPC port without TLS that serves only health checks, for probes. Unset: none; 0 picks a free one."""
     ready_file: MaybeFile = None
-    """Written as JSON (address, metrics address, pid) once the process is ready."""
+    """File to write as JSON (address, metrics address, pid) once the process is ready."""
     log_level: LogLevel = "info"
     """Least severe messages to log."""
     cpus: MaybeText = None
     """Cores this process may use, for example 0,2-3. Unset: all."""
     lifeline_fd: MaybeNumber = None
-    """A pipe's read end; the process ends when the other end is closed. For `kvferry up`."""
+    """Read end of a pipe; the process exits when the write end is closed. For `kvferry up`."""
 
     def __post_init__(self) -> None:
         ports = (("--port", self.port), ("--metrics-port", self.metrics_port), ("--health-port", self.health_port or 0))

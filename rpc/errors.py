@@ -1,4 +1,4 @@
-"""Errors on the wire: gRPC status codes with `google.rpc` details, never text inside an OK answer."""
+"""Errors of requests: gRPC status codes with `google.rpc` details, never text in a response with status OK."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 LONGEST_QUOTE = 200
-"""Characters of anything that a client sent, in an error about it."""
+"""Most characters that an error quotes of a client's input."""
 LONGEST_MESSAGE = 1000
-"""Characters of an error. It travels twice in HTTP/2 trailers, for which receivers set a limit of some kilobytes."""
+"""Most characters of an error message. HTTP/2 trailers carry it twice, and receivers limit trailers to a few KB."""
 
 
 def quoted(text: str) -> str:
-    """What a client sent, cut to what an error may quote."""
+    """A client's input, truncated for an error message."""
     return repr(text) if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]!r}... ({len(text)} characters)"
 
 
@@ -25,11 +25,11 @@ def _cut(text: str, longest: int) -> str:
 
 
 class RequestError(Exception):
-    """A request can't be served. Carries what the client is told."""
+    """A request can't be served. Has the status and message for the client."""
 
     code: grpc.StatusCode = grpc.StatusCode.INTERNAL
     reason = ""
-    """What kind of error it is, as OpenAI's `error.code` names it. Empty: what the status says is all."""
+    """OpenAI's `error.code` for this error. Empty: derived from the status."""
 
     def __init__(self, message: str) -> None:
         self.message = _cut(message, LONGEST_MESSAGE)
@@ -51,12 +51,12 @@ class RequestError(Exception):
 
 
 class InvalidArgument(RequestError):
-    """A field has a value that can't be served."""
+    """A field has an invalid or unsupported value."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(self, field: str, description: str, reason: str = "invalid_value") -> None:
-        """field: its path in the request, for example "sampling.top_p"."""
+        """field: path of the field in the request, for example "sampling.top_p"."""
         self.field, self.description = _cut(field, LONGEST_QUOTE), _cut(description, LONGEST_MESSAGE)
         super().__init__(f"{self.field}: {self.description}")
         self.reason = reason
@@ -92,43 +92,32 @@ class DeadlineExceeded(RequestError):
 
 
 class ResourceExhausted(RequestError):
-    """The system is full, or the request can't fit it."""
+    """The system is overloaded, or the request is too large for it."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     retry_seconds = 1.0
-    """When it is worth while to try again."""
+    """Seconds after which a retry makes sense."""
 
     def details(self) -> list[error_details_pb2.BadRequest | error_details_pb2.RetryInfo]:
-        """Says when to try again."""
+        """Names the time for a retry."""
         info = error_details_pb2.RetryInfo()
         info.retry_delay.FromMilliseconds(int(self.retry_seconds * 1e3))
         return [info]
 
 
 class Internal(RequestError):
-    """Our fault."""
+    """A bug or failure of the system."""
 
     code = grpc.StatusCode.INTERNAL
 
 
 class Cancelled(RequestError):
-    """The client does not want it any more."""
+    """The client cancelled the request."""
 
     code = grpc.StatusCode.CANCELLED
 
 
 class Refused(RequestError):
-    """A worker found the request invalid, though the router did not."""
+    """A worker rejected the request as invalid, although the router accepted it."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
-
-
-_BY_CODE = {
-    cls.code.value[0]: cls
-    for cls in (Refused, NotFound, AlreadyExists, Unavailable, DeadlineExceeded, ResourceExhausted, Internal)
-}
-
-
-def error_for_code(code: int, message: str) -> RequestError:
-    """The error for a numeric gRPC status code, as workers send it."""
-    return _BY_CODE.get(code, Internal)(message)

@@ -1,16 +1,16 @@
-"""Structured logs: one line per event, `key=value` after the text, the request id among them."""
+"""Structured logs: one line per event, with `key=value` fields after the text."""
 
 from __future__ import annotations
 
 import logging
 import sys
 
-# color_message: uvicorn's, with escape codes.
+# color_message: uvicorn's message with terminal escape codes.
 _PLAIN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 class KeyValueFormatter(logging.Formatter):
-    """Appends everything given as `extra=` to the line."""
+    """Appends the fields of `extra=` to the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, plus the traceback if there is one."""

@@ -1,4 +1,4 @@
-"""Types of command-line flags that may be left out, with placeholders that people can read in `--help`."""
+"""Types of optional command-line flags, with readable placeholders for `--help`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process of kvferry starts, says that it is ready, and ends."""
+"""Starts and ends a kvferry process, and reports its readiness."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rpc.logs import configure_logging
 log = logging.getLogger(__name__)
 
 EXIT_AFTER_LIFELINE_SECONDS = 10
-"""A process whose parent is gone and that does not end by itself is ended after this long."""
+"""Time after SIGTERM until a process without parent is killed."""
 
 
 def prepare_process(config: ProcessConfig) -> None:
-    """Logging, cores, and the lifeline to a parent. Call before any library starts threads.
+    """Sets up logging, cores, and the lifeline to a parent. Call before any library starts threads.
 
-    Raises ConfigError if `--cpus` names cores this process can't have.
+    Raises ConfigError if `--cpus` names cores that this process can't use.
     """
     configure_logging(config.log_level)
     cpus = config.cpu_set()
@@ -35,7 +35,7 @@ def prepare_process(config: ProcessConfig) -> None:
             os.sched_setaffinity(0, cpus)
         except OSError as error:
             usable = sorted(os.sched_getaffinity(0))
-            raise ConfigError(f"--cpus is {config.cpus}, but usable are {usable}: {error}") from error
+            raise ConfigError(f"--cpus is {config.cpus}, but the usable cores are {usable}: {error}") from error
     if config.lifeline_fd is not None:
         threading.Thread(target=_watch_lifeline, args=(config.lifeline_fd,), name="lifeline", daemon=True).start()
 
@@ -45,14 +45,14 @@ def _watch_lifeline(fd: int) -> None:
     with contextlib.suppress(OSError):
         while os.read(fd, 1):
             pass
-    log.warning("parent process is gone; ending")
+    log.warning("the parent process has ended; exiting")
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(EXIT_AFTER_LIFELINE_SECONDS)
     os._exit(1)
 
 
 def write_ready_file(path: Path | None, content: dict[str, object]) -> None:
-    """Says that the process is ready; readers never see half a file."""
+    """Writes a file that shows that the process is ready. The rename is atomic, so readers never see a partial file."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def write_ready_file(path: Path | None, content: dict[str, object]) -> None:
 
 def install_stop_signals(stop: asyncio.Event) -> None:
     """SIGTERM and SIGINT set `stop`; a second one exits at once."""
-    loop = asyncio.get_running_loop()
+    event_loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         if stop.is_set():
@@ -71,18 +71,18 @@ def install_stop_signals(stop: asyncio.Event) -> None:
         stop.set()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, on_signal)
+        event_loop.add_signal_handler(signum, on_signal)
 
 
 def run_process(main: Callable[[], int], expected_errors: tuple[type[Exception], ...]) -> None:
-    """Runs a process's main function and exits; errors that users can cause are told in one line."""
+    """Runs a process's main function and exits. An expected error is printed as one line."""
     try:
         code = main()
     except expected_errors as error:
-        # One line, whatever a library put into its message.
+        # Libraries may put line breaks into their messages.
         print(f"kvferry: error: {' '.join(str(error).split())}", file=sys.stderr)
         code = 2
     sys.stdout.flush()
     sys.stderr.flush()
-    # Native libraries of transports and tensor threads may hang in their destructors; there is nothing left to save.
+    # Skip destructors: those of native libraries may hang, and nothing is left to save.
     os._exit(code)

@@ -16,46 +16,46 @@ from rpc.config import ProcessConfig
 from rpc.tls import TlsFiles
 
 LIVE_SERVICE = "live"
-"""Health of the process itself: SERVING while it answers, whatever work it takes. For liveness probes."""
+"""Health of the process itself: SERVING while the process responds, even if it takes no work. For liveness probes."""
 LAST_STATUS_SECONDS = 0.1
-"""For a watcher to be told that a server ends."""
+"""Time for health watchers to receive the last status before the server stops."""
 
 
 class PortInUse(Exception):
-    """The port can't be listened on."""
+    """A port can't be bound."""
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # the package has no types
-    """Standard health, whose watchers do not keep a server from ending."""
+    """The standard health service, but open Watch calls do not delay the server's shutdown."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._is_over = asyncio.Event()
+        self._stopping = asyncio.Event()
 
     async def Watch(
         self,
         request: health_pb2.HealthCheckRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
-        """As the standard says, until the server ends."""
+        """The standard Watch, until the server stops."""
         watching = asyncio.ensure_future(super().Watch(request, context))
-        over = asyncio.ensure_future(self._is_over.wait())
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait({watching, over}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({watching, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not watching.done():
                 await asyncio.sleep(LAST_STATUS_SECONDS)
         finally:
-            for task in (watching, over):
+            for task in (watching, stopping):
                 task.cancel()
-            await asyncio.gather(watching, over, return_exceptions=True)
+            await asyncio.gather(watching, stopping, return_exceptions=True)
 
     def end(self) -> None:
-        """Watchers have been told NOT_SERVING; that was all."""
-        self._is_over.set()
+        """Ends open Watch calls. Their watchers were sent NOT_SERVING before."""
+        self._stopping.set()
 
 
 class RpcServer:
-    """A server whose health is NOT_SERVING until it is said to be ready."""
+    """A gRPC server whose health is NOT_SERVING until `set_ready`."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class RpcServer:
     ) -> None:
         """service_names: full names, for health and reflection.
 
-        verify_clients: with TLS, only those with a certificate of our CA may call. health_port: a port of its own for
-        the health service, without TLS; None: none.
+        verify_clients: with TLS, only clients with a certificate of our CA may call. health_port: a second port that
+        serves only health checks, without TLS; None: none.
         Raises PortInUse, and ConfigError if TLS files can't be read.
         """
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -93,7 +93,7 @@ class RpcServer:
         return join_address(self._host, self.port)
 
     async def start(self) -> None:
-        """Starts serving, not ready yet."""
+        """Starts serving. The server is not ready yet."""
         await self.set_ready(False)
         await self._health.set(LIVE_SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await self.server.start()
@@ -101,13 +101,13 @@ class RpcServer:
             await self._health_server.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """Sets the health of all services."""
+        """Sets the health of all services except LIVE_SERVICE."""
         serving = health_pb2.HealthCheckResponse
         for name in self._service_names:
             await self._health.set(name, serving.SERVING if ready else serving.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
-        """Refuses new calls, waits up to `grace` seconds for running ones, then ends them."""
+        """Rejects new calls, waits up to `grace` seconds for running calls, then cancels them."""
         await self._health.enter_graceful_shutdown()
         self._health.end()
         await self.server.stop(grace)
@@ -116,7 +116,7 @@ class RpcServer:
 
 
 def try_ports(config: ProcessConfig) -> None:
-    """Whether a process will be able to listen, before it does anything that takes long. Raises PortInUse."""
+    """Checks that a process can bind its ports, before its slow start. Raises PortInUse."""
     for flag, port in (
         ("--port", config.port),
         ("--metrics-port", config.metrics_port),
@@ -126,7 +126,7 @@ def try_ports(config: ProcessConfig) -> None:
 
 
 def try_port(flag: str, host: str, port: int) -> None:
-    """Raises PortInUse if a port can't be listened on now."""
+    """Raises PortInUse if a port can't be bound now."""
     bare = bare_host(host)
     with socket.socket(socket.AF_INET6 if ":" in bare else socket.AF_INET) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -139,7 +139,7 @@ def try_port(flag: str, host: str, port: int) -> None:
 def _listen(
     server: grpc.aio.Server, flag: str, host: str, port: int, credentials: grpc.ServerCredentials | None
 ) -> int:
-    """Returns the port. Raises PortInUse."""
+    """Binds a server to a port. Returns the port. Raises PortInUse."""
     address = join_address(host, port)
     try:
         found = (

@@ -1,9 +1,8 @@
-"""Mutual TLS between kvferry's own processes, and for clients of a router.
+"""Mutual TLS between kvferry processes, and TLS for clients of a router.
 
-A folder holds `tls.crt`, `tls.key` and `ca.crt`, as cert-manager writes them into a Secret. Workers are reached by
-addresses that change, so certificates do not name those: each has to be valid for the name TLS_NAME, and whoever has
-one that the CA signed is one of us. Files that are renewed are read again: by servers at the next handshake, by
-channels when they are opened. An HTTP server looks when it is told to.
+A folder holds `tls.crt`, `tls.key` and `ca.crt`, as cert-manager writes them into a Secret. Workers' addresses change,
+so certificates are valid for the name TLS_NAME. A process with a certificate of the CA is trusted. Renewed files
+are read again: by gRPC servers at the next handshake, by channels when opened, by HTTP servers when `renew` is called.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class TlsFiles:
         return certificate, key, ca
 
     def load(self, context: ssl.SSLContext) -> None:
-        """Raises ConfigError if certificate, key and CA can't be used together."""
+        """Loads the files into a context. Raises ConfigError if certificate, key and CA can't be used together."""
         folder = self.folder
         try:
             context.load_verify_locations(folder / "ca.crt")
-            # With a password, so that OpenSSL does not ask at the terminal for that of an encrypted key.
+            # The empty password keeps OpenSSL from asking for one on the terminal if the key is encrypted.
             context.load_cert_chain(folder / "tls.crt", folder / "tls.key", password="")
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
@@ -55,11 +54,11 @@ class TlsFiles:
             ) from error
 
     def server_credentials(self, verify_clients: bool) -> grpc.ServerCredentials:
-        """For a server; verify_clients: only those with a certificate of our CA may call. Raises ConfigError."""
+        """For a gRPC server. verify_clients: only clients with a certificate of our CA may call. Raises ConfigError."""
         self.read()
-        self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC would only say that it can't listen
+        self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC's own error would not name the reason
         seen = self.changed_at()
-        # gRPC takes None for "as before"; its types do not know.
+        # gRPC accepts None for "unchanged", but its type stubs do not.
         unchanged = cast(grpc.ServerCertificateConfiguration, None)
 
         def configuration() -> grpc.ServerCertificateConfiguration:
@@ -74,23 +73,23 @@ class TlsFiles:
             try:
                 renewed = configuration()
             except ConfigError:
-                return unchanged  # being replaced; the next handshake looks again
+                return unchanged  # the files are being replaced; the next handshake reads them again
             seen = now
             return renewed
 
         return grpc.dynamic_ssl_server_credentials(configuration(), fetch, verify_clients)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For a channel to another process of ours. Raises ConfigError."""
+        """For a channel to another kvferry process. Raises ConfigError."""
         certificate, key, ca = self.read()
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def https(self, verify_clients: bool) -> HttpsContext:
-        """For an HTTP server; verify_clients: as for gRPC. Raises ConfigError."""
+        """For an HTTP server. verify_clients: as for gRPC. Raises ConfigError."""
         return HttpsContext(self, verify_clients)
 
     def changed_at(self) -> tuple[int, ...]:
-        """Differs once a file was replaced."""
+        """Modification times of the files, which differ once a file was replaced."""
         try:
             return tuple((self.folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key", "ca.crt"))
         except OSError:
@@ -98,10 +97,10 @@ class TlsFiles:
 
 
 class HttpsContext:
-    """What an HTTP server needs for TLS. `renew`, called now and then, takes up files that changed.
+    """TLS for an HTTP server. `renew` must be called periodically to load changed files.
 
-    A server keeps one context for its life; each handshake is handed on to the newest one. So a CA that is taken away
-    is forgotten, which a context can't do.
+    A server keeps one context. Each handshake is switched to the newest context, because a context can't remove a CA
+    that it has loaded.
     """
 
     def __init__(self, files: TlsFiles, verify_clients: bool) -> None:
@@ -110,10 +109,10 @@ class HttpsContext:
         self._seen = self._tried = files.changed_at()
         files.read()
         self._newest, self.context = self._load(), self._load()
-        self.context.sni_callback = self._hand_on
+        self.context.sni_callback = self._use_newest
 
     def renew(self) -> None:
-        """From the next handshake on, what is in the files now; what was there before, while they do not fit."""
+        """Loads changed files for the next handshakes. If they don't fit together, logs once and keeps the old ones."""
         changed_at = self._files.changed_at()
         if changed_at == self._seen:
             return
@@ -125,8 +124,8 @@ class HttpsContext:
                 log.warning("renewed TLS files can't be used", extra={"reason": error})
         self._tried = changed_at
 
-    def _hand_on(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-        """Called in every handshake, before certificates are shown, whether a name was asked for or not."""
+    def _use_newest(self, connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """OpenSSL calls this in every handshake before it sends certificates, even without a server name."""
         connection.context = self._newest
 
     def _load(self) -> ssl.SSLContext:
@@ -139,5 +138,5 @@ class HttpsContext:
 
 
 def tls_files(config: ProcessConfig) -> TlsFiles | None:
-    """Those of a process; None: it does without TLS."""
+    """TLS files of a process; None: the process does not use TLS."""
     return TlsFiles(config.tls_folder) if config.tls_folder is not None else None

@@ -27,7 +27,7 @@ class Rate:
             return
         tokens, total, steps = self._tokens, self._seconds, self._steps
         self._tokens, self._seconds, self._steps = 0, 0.0, 0
-        if total <= 0 or tokens < least_tokens:
+        if total <= 0 or tokens < least_tokens * steps:
             return
         rate, step_seconds = tokens / total, total / steps
         if self.tokens_per_second is None:

@@ -159,7 +159,8 @@ def check_spec(spec: worker_pb2.SequenceSpec, vocab_size: int) -> str | None:
         return f"temperature {config.temperature}, top_p {config.top_p} or min_p {config.min_p} is out of range"
     if not config.repetition_penalty > 0:
         return f"repetition_penalty is {config.repetition_penalty}; it must be above 0"
-    numbers = (config.temperature, config.presence_penalty, config.frequency_penalty, *config.biases)
+    penalties = (config.repetition_penalty, config.presence_penalty, config.frequency_penalty)
+    numbers = (config.temperature, *penalties, *config.biases)
     if not all(map(math.isfinite, numbers)):
         return "temperature, penalties and biases must be finite"
     return None

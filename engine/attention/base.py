@@ -1,7 +1,7 @@
-"""What the model runner asks of an attention backend.
+"""The interface between the model runner and attention backends.
 
-A backend makes one plan per step; every layer of that step uses it. Nothing is global: the plan travels
-through the model's forward as a keyword.
+A backend makes one plan per step, which every layer of the step uses. The plan is passed through the model's forward as
+a keyword, so there is no global state.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.sequence import ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a model's layer asks for beside plain causal attention."""
+    """Parameters of a layer's causal attention."""
 
     scaling: float
-    """Factor on the scores."""
+    """Factor of the scores."""
     sliding_window: int | None = None
-    """A token sees this many tokens, itself included. None: all before it."""
+    """A token attends to this many tokens, itself included. None: to all earlier tokens."""
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap). None: unchanged."""
 
@@ -33,7 +33,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Stores the new keys and values in their pages, then attends over all pages of each sequence.
+        """Writes the new keys and values to their pages, then attends over all pages of each sequence.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim].
         Returns [num_tokens, num_heads, head_dim].
@@ -45,5 +45,5 @@ class AttentionBackend(Protocol):
     """Makes plans over one KV cache."""
 
     def plan(self, batch: Seq[ScheduledSequence]) -> AttentionPlan:
-        """Lays out a step. Pages for all its new tokens must be in the sequences' page tables."""
+        """Plans a step. The page tables must have pages for all new tokens."""
         ...

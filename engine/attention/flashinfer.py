@@ -1,10 +1,10 @@
 """Paged attention on CUDA by FlashInfer's kernels (Ye et al. 2025, arXiv 2501.01005); FlashInfer 0.6 and 0.7.
 
-A layer of the cache is what FlashInfer calls `HND` with a page stride: keys and values [num_pages, num_kv_heads,
-page_size, head_dim], where neighbouring pages are all layers apart. Nothing is copied or rearranged.
+A layer of the cache has FlashInfer's layout `HND` with a page stride: keys and values [num_pages, num_kv_heads,
+page_size, head_dim]. The stride from page to page covers all layers. Nothing is copied or rearranged.
 
-A step is planned once per kind of layer (window, soft cap, scaling) and the plan serves all layers of that kind. Single
-tokens go to the decode kernels, chunks to the prefill kernels, also when both are in one step.
+A step is planned once per kind of layer (window, soft cap, scaling); all layers of that kind share the plan. Single
+tokens use the decode kernels and chunks use the prefill kernels, also when both are in one step.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from engine.kv_cache import KvCache
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 
 WORKSPACE_BYTES = 256 << 20
-"""For partial results of long sequences that several blocks of threads share. One for all wrappers: they run one after
-another. 64 heads of 128 on a GPU with 132 multiprocessors can need 138 MB."""
+"""For partial results of long sequences that are split over thread blocks. All wrappers share one workspace, because
+they run one after another. 64 heads of 128 on a GPU with 132 multiprocessors can need 138 MB."""
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_GROUP_WITHOUT_TENSOR_CORES = 2
-"""Query heads per KV head up to which the decode kernel that does without tensor cores is used."""
+"""Most query heads per KV head for which the decode kernel without tensor cores is used."""
 LAYOUT = "HND"
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """A step as FlashInfer's kernels want it: int32 tensors in host memory. "Sequence" is an entry of the batch."""
+    """Kernel inputs for a step: int32 tensors in host memory. A "sequence" is an entry of the batch."""
 
     query_indptr: torch.Tensor
-    """[sequences + 1] first new token of each sequence."""
+    """[sequences + 1] index of each sequence's first new token in the flat batch."""
     page_indptr: torch.Tensor
-    """[sequences + 1] first place of each sequence in `page_ids`."""
+    """[sequences + 1] index of each sequence's first page in `page_ids`."""
     page_ids: torch.Tensor
     """[pages of all sequences]"""
     last_page_lengths: torch.Tensor
-    """[sequences] tokens in the last page, the new ones included."""
+    """[sequences] tokens in the last page, new tokens included."""
     token_sequences: torch.Tensor
-    """[tokens] which sequence a new token belongs to."""
+    """[tokens] index of each new token's sequence."""
     token_positions: torch.Tensor
-    """[tokens] its place there."""
+    """[tokens] position of each new token in its sequence."""
 
 
 def lay_out(batch: Seq[ScheduledSequence], page_size: int) -> PagedBatch:
-    """Lays out a step. Pages for all its new tokens must be in the page tables."""
+    """Makes the kernel inputs of a step. The page tables must have pages for all new tokens."""
     query_indptr, page_indptr = [0], [0]
     page_ids: list[int] = []
     last_page_lengths: list[int] = []
@@ -60,7 +60,7 @@ def lay_out(batch: Seq[ScheduledSequence], page_size: int) -> PagedBatch:
         start = entry.sequence.num_computed_tokens
         end = start + entry.num_new_tokens
         num_pages = num_pages_for(end, page_size)
-        # Kernels check nothing: with a table too short they would write into others' pages.
+        # Kernels do no checks: if a table is too short, they write to pages of other sequences.
         assert len(entry.sequence.page_table) >= num_pages, f"{entry.sequence.sequence_id} lacks pages"
         page_ids += entry.sequence.page_table[:num_pages]
         query_indptr.append(query_indptr[-1] + entry.num_new_tokens)
@@ -83,7 +83,7 @@ def _load_kernels() -> Any:
 
 
 def why_not(kv_cache: KvCache) -> str | None:
-    """Why FlashInfer can't attend over this cache; None if it can."""
+    """Why FlashInfer can't be used with this cache; None if it can."""
     tensor, shape = kv_cache.tensor, kv_cache.shape
     if tensor.device.type != "cuda":
         return "it runs on CUDA devices only"
@@ -98,8 +98,8 @@ def why_not(kv_cache: KvCache) -> str | None:
     return None
 
 
-class _Places(NamedTuple):
-    """Where new tokens are stored, int32 on the device; see `PagedBatch`."""
+class _Slots(NamedTuple):
+    """Where the K and V of new tokens are stored, int32 on the device; see `PagedBatch`."""
 
     token_sequences: torch.Tensor
     token_positions: torch.Tensor
@@ -114,7 +114,7 @@ class FlashInferAttention:
     def __init__(
         self, kv_cache: KvCache, num_query_heads: int, options: Seq[AttentionOptions], kernels: Any = None
     ) -> None:
-        """options: all that layers of the model ask for. kernels: what is used in place of the flashinfer package."""
+        """options: attention options of all layers. kernels: a substitute for the flashinfer package, for tests."""
         self.kernels = kernels or _load_kernels()
         self.options = tuple(options)
         self.page_size, self.device = kv_cache.page_size, kv_cache.tensor.device
@@ -125,44 +125,44 @@ class FlashInferAttention:
         """Keys and values of each layer: [num_pages, num_kv_heads, page_size, head_dim]."""
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._planned: DeviceEvent | None = None
-        self.chunk_wrappers = {asked: self.make_chunk_wrapper() for asked in self.options}
-        self.step_wrappers = {asked: self.make_step_wrapper() for asked in self.options}
-        """For steps outside CUDA graphs."""
+        self.chunk_wrappers = {kind: self.make_chunk_wrapper() for kind in self.options}
+        self.decode_wrappers = {kind: self.make_decode_wrapper() for kind in self.options}
+        """Wrappers for steps outside CUDA graphs."""
 
     def make_chunk_wrapper(self, **buffers: Any) -> Any:
-        """A wrapper for chunks; buffers: those of a wrapper that is recorded in a CUDA graph."""
+        """A wrapper for chunks. buffers: fixed buffers, for a wrapper recorded in a CUDA graph."""
         return self.kernels.BatchPrefillWithPagedKVCacheWrapper(self._workspace, LAYOUT, **buffers)
 
-    def make_step_wrapper(self, **buffers: Any) -> Any:
-        """A wrapper for single tokens; buffers: those of a wrapper that is recorded in a CUDA graph."""
+    def make_decode_wrapper(self, **buffers: Any) -> Any:
+        """A wrapper for single tokens. buffers: fixed buffers, for a wrapper recorded in a CUDA graph."""
         return self.kernels.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, LAYOUT, use_tensor_cores=self._use_tensor_cores, **buffers
         )
 
     def plan(self, batch: Seq[ScheduledSequence]) -> AttentionPlan:
-        """Lays out a step."""
+        """Plans a step."""
         return _FlashInferPlan(self, batch)
 
     def store(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, places: _Places
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, slots: _Slots
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values, each [num_tokens, num_kv_heads, head_dim], to their places. Returns the layer's."""
+        """Writes keys and values, each [num_tokens, num_kv_heads, head_dim], to a layer's cache. Returns the cache."""
         cache = self.layers[layer]
         self.kernels.append_paged_kv_cache(
             key.contiguous(),
             value.contiguous(),
-            places.token_sequences,
-            places.token_positions,
+            slots.token_sequences,
+            slots.token_positions,
             cache,
-            places.page_ids,
-            places.page_indptr,
-            places.last_page_lengths,
+            slots.page_ids,
+            slots.page_indptr,
+            slots.last_page_lengths,
             kv_layout=LAYOUT,
         )
         return cache
 
-    def plan_steps(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
-        """Tells a wrapper for single tokens what comes. page_ids: those of `paged` on the device."""
+    def plan_decode(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
+        """Plans a wrapper for single tokens. page_ids: `paged.page_ids` on the device."""
         self._await_last_plan()
         wrapper.plan(
             paged.page_indptr,
@@ -176,7 +176,7 @@ class FlashInferAttention:
         )
 
     def plan_chunks(self, wrapper: Any, paged: PagedBatch, page_ids: torch.Tensor, options: AttentionOptions) -> None:
-        """Tells a wrapper for chunks what comes. page_ids: those of `paged` on the device."""
+        """Plans a wrapper for chunks. page_ids: `paged.page_ids` on the device."""
         self._await_last_plan()
         wrapper.plan(
             paged.query_indptr,
@@ -192,20 +192,20 @@ class FlashInferAttention:
         )
 
     def _await_last_plan(self) -> None:
-        """A wrapper copies its plan to the device from memory of the host that its next plan overwrites."""
+        """Waits until the last plan is on the device: the next plan of a wrapper overwrites its host memory."""
         if self._planned is not None:
             self._planned.wait()
             self._planned = None
 
     def all_planned(self) -> None:
-        """To be called once a step is planned, before it is launched."""
+        """Must be called after a step is planned and before it is launched."""
         if self.device.type == "cuda":
             self._planned = DeviceEvent()
 
     def warm_up(self) -> None:
-        """Builds all kernels that steps of this model use, and runs them: a chunk, and a single token.
+        """Builds all kernels that this model uses, and runs them on a chunk and on a single token.
 
-        Raises whatever FlashInfer does if it can't build or run them here. Writes to page 0: nobody must have it yet.
+        If the kernels can't be built or run, FlashInfer's error is raised. Writes to page 0, which must not be in use.
         """
         shapes = ((self._num_query_heads, self._head_dim), (self._num_kv_heads, self._head_dim))
         for num_tokens in (2, 1):
@@ -224,26 +224,26 @@ class FlashInferAttention:
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
             "sm_scale": options.scaling,
-            # Ours counts the token itself, theirs does not.
+            # Our window includes the token itself; FlashInfer's does not.
             "window_left": -1 if options.sliding_window is None else options.sliding_window - 1,
             "logits_soft_cap": options.softcap,
         }
 
 
 class _Part:
-    """The single tokens of a step, or its chunks: planned wrappers, and where their tokens are in the flat batch."""
+    """The single tokens of a step, or its chunks: planned wrappers, and indices of the tokens in the flat batch."""
 
     def __init__(self, wrappers: dict[AttentionOptions, Any], tokens: slice | torch.Tensor) -> None:
         self.wrappers, self.tokens = wrappers, tokens
 
 
 class _FlashInferPlan:
-    """One step."""
+    """Plan of one step."""
 
     def __init__(self, backend: FlashInferAttention, batch: Seq[ScheduledSequence]) -> None:
         self._backend = backend
         paged = lay_out(batch, backend.page_size)
-        # Everything the device needs in one copy.
+        # One copy to the device for all inputs.
         parts = (
             paged.page_indptr,
             paged.page_ids,
@@ -253,12 +253,12 @@ class _FlashInferPlan:
         )
         on_device = torch.split(to_device(torch.cat(parts), backend.device), [part.numel() for part in parts])
         page_indptr, page_ids, last_page_lengths, sequences, positions = on_device
-        self._places = _Places(sequences, positions, page_ids, page_indptr, last_page_lengths)
+        self._slots = _Slots(sequences, positions, page_ids, page_indptr, last_page_lengths)
         starts = paged.query_indptr.tolist()
-        steps = [index for index, entry in enumerate(batch) if entry.num_new_tokens == 1]
+        decodes = [index for index, entry in enumerate(batch) if entry.num_new_tokens == 1]
         chunks = [index for index, entry in enumerate(batch) if entry.num_new_tokens > 1]
         self._parts: list[_Part] = []
-        for indices in (steps, chunks):
+        for indices in (decodes, chunks):
             if not indices:
                 continue
             if len(indices) == len(batch):
@@ -266,10 +266,10 @@ class _FlashInferPlan:
             else:
                 of_part = lay_out([batch[index] for index in indices], backend.page_size)
                 of_part_ids = to_device(of_part.page_ids, backend.device)
-            wrappers = backend.chunk_wrappers if indices is chunks else backend.step_wrappers
-            tell = backend.plan_chunks if indices is chunks else backend.plan_steps
+            wrappers = backend.chunk_wrappers if indices is chunks else backend.decode_wrappers
+            plan = backend.plan_chunks if indices is chunks else backend.plan_decode
             for options, wrapper in wrappers.items():
-                tell(wrapper, of_part, of_part_ids, options)
+                plan(wrapper, of_part, of_part_ids, options)
             ranges = [range(starts[index], starts[index + 1]) for index in indices]
             self._parts.append(_Part(wrappers, _tokens(ranges, backend.device)))
         backend.all_planned()
@@ -278,7 +278,7 @@ class _FlashInferPlan:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        cache = self._backend.store(layer, key, value, self._places)
+        cache = self._backend.store(layer, key, value, self._slots)
         query = query.contiguous()
         if len(self._parts) == 1:
             whole: torch.Tensor = self._parts[0].wrappers[options].run(query, cache)
@@ -290,16 +290,16 @@ class _FlashInferPlan:
 
 
 def _tokens(ranges: list[range], device: torch.device) -> slice | torch.Tensor:
-    """Places in the flat batch; a slice if they are neighbours, as they are where single tokens come first."""
+    """Indices in the flat batch; a slice if the ranges are consecutive, as they are if single tokens come first."""
     if all(before.stop == after.start for before, after in itertools.pairwise(ranges)):
         return slice(ranges[0].start, ranges[-1].stop)
-    return to_device(torch.tensor([place for r in ranges for place in r]), device)
+    return to_device(torch.tensor([index for r in ranges for index in r]), device)
 
 
 class RecordedPlan:
-    """A plan for a fixed number of sequences with equally many new tokens; its kernels can be recorded in a CUDA graph.
+    """A plan for a fixed number of sequences and of tokens per sequence. Its kernels can be recorded in a CUDA graph.
 
-    What changes from step to step lies in tensors that stay where they are; `update` rewrites them.
+    Inputs that change from step to step are in tensors with fixed addresses; `update` overwrites them.
     """
 
     def __init__(
@@ -315,14 +315,14 @@ class RecordedPlan:
         self._page_indptr, self._last_page_lengths = buffer(num_sequences + 1), buffer(num_sequences)
         self._positions = buffer(num_sequences * tokens_each)
         every = torch.arange(num_sequences, dtype=torch.int32, device=backend.device)
-        self._places = _Places(
+        self._slots = _Slots(
             every.repeat_interleave(tokens_each), self._positions, page_ids, self._page_indptr, self._last_page_lengths
         )
         self._wrappers = {options: self._make_wrapper() for options in backend.options}
 
     def _make_wrapper(self) -> Any:
         if self._tokens_each == 1:
-            return self._backend.make_step_wrapper(
+            return self._backend.make_decode_wrapper(
                 use_cuda_graph=True,
                 paged_kv_indptr_buffer=self._page_indptr,
                 paged_kv_indices_buffer=self._page_ids,
@@ -337,13 +337,13 @@ class RecordedPlan:
         )
 
     def update(self, batch: Seq[ScheduledSequence]) -> None:
-        """Lays out a step of just the sequences and tokens this plan is for."""
+        """Plans a step, which must have this plan's number of sequences and tokens."""
         paged = lay_out(batch, self._backend.page_size)
         self._positions.copy_(to_device(paged.token_positions, self._backend.device))
         page_ids = to_device(paged.page_ids, self._backend.device)
         for options, wrapper in self._wrappers.items():
             if self._tokens_each == 1:
-                self._backend.plan_steps(wrapper, paged, page_ids, options)
+                self._backend.plan_decode(wrapper, paged, page_ids, options)
             else:
                 self._backend.plan_chunks(wrapper, paged, page_ids, options)
         self._backend.all_planned()
@@ -352,6 +352,6 @@ class RecordedPlan:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """See `AttentionPlan.attend`."""
-        cache = self._backend.store(layer, key, value, self._places)
+        cache = self._backend.store(layer, key, value, self._slots)
         output: torch.Tensor = self._wrappers[options].run(query.contiguous(), cache)
         return output

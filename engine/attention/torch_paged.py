@@ -1,13 +1,13 @@
-"""Paged attention in plain torch: works on any device and is the oracle for the other backends.
+"""Paged attention in plain torch: runs on any device and is the reference for the other backends.
 
-How it is made fast on a CPU (each measured; the naive way is 10-20 times slower):
+Optimizations for CPUs (each measured; without them it is 10-20 times slower):
 
-* Pages are gathered by `index_select` of whole rows into buffers that live as long as the backend. A row is
-  one head of one page: ``((page * num_layers + layer) * 2 + kv) * num_kv_heads + head``. The row numbers are
-  made once per step for layer 0; a layer's view of the cache begins at its own first row, so they fit every layer.
+* Pages are gathered by `index_select` of whole rows into a buffer that lives as long as the backend. A row is
+  one head of one page: ``((page * num_layers + layer) * 2 + kv) * num_kv_heads + head``. Row numbers are computed
+  once per step, for layer 0. A layer's view of the cache begins at its first row, so the numbers fit every layer.
 * The query heads that share a KV head become rows of one matrix (grouped-query attention without copies of K and V).
-* Single tokens (decode steps) of sequences with similar length are computed together; a chunk of many
-  tokens is computed in blocks of query rows that see no more keys than they may.
+* Single tokens of sequences with similar length are computed together. A chunk of many tokens is computed in
+  blocks of query rows, each with only the keys that the block attends to.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from engine.sequence import ScheduledSequence, num_pages_for
 
 # Query rows per block of a chunk: large enough for the matrix kernels, small enough that scores stay in cache.
 BLOCK_TOKENS = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
-# From this length on, larger blocks are 10 % faster in bf16 (2048 new tokens: 306 against 278 GFLOP/s).
+# From this length on, blocks of double size are 10 % faster in bf16 (2048 new tokens: 306 against 278 GFLOP/s).
 LONG_CHUNK_TOKENS = 1024
-# Sequences are computed together while padding stays below this share of the shortest (plus one page).
+# Sequences are computed together while padding is at most this fraction of the shortest (plus one page).
 MAX_PADDING = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class _StepGroup:
+class _DecodeGroup:
     """Sequences with one new token each and about the same length."""
 
     rows: torch.Tensor  # [2 * group * num_kv_heads * num_pages] rows of K, then of V, for layer 0
-    token_indices: torch.Tensor  # [group] places in the flat batch
-    lengths: torch.Tensor  # [group] tokens visible, the new one included
+    token_indices: torch.Tensor  # [group] indices in the flat batch
+    lengths: torch.Tensor  # [group] tokens to attend to, the new token included
     num_pages: int
 
 
@@ -44,14 +44,14 @@ class _Chunk:
     """Several new tokens of one sequence."""
 
     rows: torch.Tensor  # [2 * num_kv_heads * num_pages]
-    first_token: int  # place in the flat batch
+    first_token: int  # index in the flat batch
     num_new_tokens: int
     num_computed_tokens: int
     num_pages: int
 
 
 class TorchPagedAttention:
-    """The backend: owns the cache's views and the gather buffer."""
+    """See `AttentionBackend`. Owns views of the cache and the gather buffer."""
 
     def __init__(self, kv_cache: KvCache) -> None:
         shape = kv_cache.shape
@@ -60,13 +60,13 @@ class TorchPagedAttention:
         self.num_layers, self.num_kv_heads, self.head_dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
         self.device = kv_cache.tensor.device
         self.dtype = kv_cache.tensor.dtype
-        # One row per head of a page, and one row per token of a head of a page.
+        # page_rows: one row per head of a page. token_rows: one row per token of a head of a page.
         self.page_rows = kv_cache.tensor.view(-1, self.page_size * self.head_dim)
         self.token_rows = kv_cache.tensor.view(-1, self.head_dim)
         self._gathered = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def plan(self, batch: Seq[ScheduledSequence]) -> TorchPagedPlan:
-        """Lays out a step."""
+        """Plans a step."""
         placed, first = [], 0
         for entry in batch:
             placed.append((first, entry))
@@ -74,13 +74,13 @@ class TorchPagedAttention:
         return TorchPagedPlan(self, placed)
 
     def most_gathered_bytes(self, num_tokens: int) -> int:
-        """What the gather buffer may grow to for single-token steps over so many tokens in all."""
+        """Largest gather buffer, in bytes, of decode steps whose sequences have `num_tokens` tokens in total."""
         return (
             3 * num_tokens * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        )  # K and V, and a half for growth
+        )  # K and V, and half as much again for growth
 
     def gather(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of a layer, in a buffer that the next call overwrites. Returns [len(rows), page_size * head_dim]."""
+        """Gathers rows of a layer: [len(rows), page_size * head_dim]. The next call overwrites the result."""
         width = self.page_size * self.head_dim
         needed = rows.numel() * width
         if self._gathered.numel() < needed:
@@ -90,7 +90,7 @@ class TorchPagedAttention:
         return out
 
     def store(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes keys and values, each [num_tokens, num_kv_heads, head_dim], to the layer-0 token rows given."""
+        """Writes keys and values, each [num_tokens, num_kv_heads, head_dim]. rows: token rows in layer 0."""
         layer_rows = self.num_kv_heads * self.page_size
         first = layer * 2 * layer_rows
         self.token_rows[first:].index_copy_(0, rows, key.reshape(-1, self.head_dim))
@@ -104,28 +104,28 @@ class TorchPagedAttention:
 
 
 class TorchPagedPlan:
-    """One step: where new tokens are stored, and which pages each sequence reads."""
+    """Plan of one step: where new tokens are stored, and which pages each sequence reads."""
 
     def __init__(self, backend: TorchPagedAttention, placed: Seq[tuple[int, ScheduledSequence]]) -> None:
-        """placed: the entries to attend for, each with the place of its first token in the flat batch."""
+        """placed: the entries to compute, each with the index of its first token in the flat batch."""
         self._backend = backend
         self._store_tokens, self._store_rows = self._plan_store(placed)
         self._chunks: list[_Chunk] = []
-        steps: list[tuple[int, int, ScheduledSequence]] = []  # (pages read, place in the flat batch, entry)
+        decodes: list[tuple[int, int, ScheduledSequence]] = []  # (pages read, index in the flat batch, entry)
         for first, entry in placed:
             sequence = entry.sequence
             num_pages = num_pages_for(sequence.num_computed_tokens + entry.num_new_tokens, backend.page_size)
             if entry.num_new_tokens == 1:
-                steps.append((num_pages, first, entry))
+                decodes.append((num_pages, first, entry))
             else:
                 table = torch.tensor(sequence.page_table[:num_pages], device=backend.device)
                 rows = backend.head_page_rows(table).flatten()
                 self._chunks.append(_Chunk(rows, first, entry.num_new_tokens, sequence.num_computed_tokens, num_pages))
-        self._groups = self._plan_groups(steps)
+        self._groups = self._plan_groups(decodes)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
     def _plan_store(self, placed: Seq[tuple[int, ScheduledSequence]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where new tokens go: places in the flat batch [tokens], layer-0 token rows of K [tokens * heads]."""
+        """Indices of new tokens in the flat batch [tokens], and their layer-0 token rows of K [tokens * heads]."""
         backend, page_size = self._backend, self._backend.page_size
         tokens: list[int] = []
         page_ids: list[int] = []
@@ -143,25 +143,25 @@ class TorchPagedPlan:
         rows = ((pages * (backend.num_layers * 2 * backend.num_kv_heads) + heads) * page_size + slots).flatten()
         return torch.tensor(tokens, device=backend.device), rows
 
-    def _plan_groups(self, steps: list[tuple[int, int, ScheduledSequence]]) -> list[_StepGroup]:
-        steps.sort(key=lambda step: step[0])
-        groups: list[_StepGroup] = []
+    def _plan_groups(self, decodes: list[tuple[int, int, ScheduledSequence]]) -> list[_DecodeGroup]:
+        decodes.sort(key=lambda decode: decode[0])
+        groups: list[_DecodeGroup] = []
         start = 0
-        for end in range(1, len(steps) + 1):
-            if end == len(steps) or steps[end][0] > steps[start][0] * (1 + MAX_PADDING) + 1:
-                groups.append(self._make_group(steps[start:end]))
+        for end in range(1, len(decodes) + 1):
+            if end == len(decodes) or decodes[end][0] > decodes[start][0] * (1 + MAX_PADDING) + 1:
+                groups.append(self._make_group(decodes[start:end]))
                 start = end
         return groups
 
-    def _make_group(self, steps: list[tuple[int, int, ScheduledSequence]]) -> _StepGroup:
+    def _make_group(self, decodes: list[tuple[int, int, ScheduledSequence]]) -> _DecodeGroup:
         device = self._backend.device
-        num_pages = steps[-1][0]
-        # Short tables are padded with page 0; the mask hides what it holds.
-        tables = [entry.sequence.page_table[:used] + [0] * (num_pages - used) for used, _, entry in steps]
-        return _StepGroup(
+        num_pages = decodes[-1][0]
+        # Short tables are padded with page 0; the mask hides its tokens.
+        tables = [entry.sequence.page_table[:used] + [0] * (num_pages - used) for used, _, entry in decodes]
+        return _DecodeGroup(
             rows=self._backend.head_page_rows(torch.tensor(tables, device=device)).flatten(),
-            token_indices=torch.tensor([first for _, first, _ in steps], device=device),
-            lengths=torch.tensor([entry.sequence.num_computed_tokens + 1 for _, _, entry in steps], device=device),
+            token_indices=torch.tensor([first for _, first, _ in decodes], device=device),
+            lengths=torch.tensor([entry.sequence.num_computed_tokens + 1 for _, _, entry in decodes], device=device),
             num_pages=num_pages,
         )
 
@@ -182,7 +182,7 @@ class TorchPagedPlan:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        """Like `attend`, for the planned entries only; writes their rows of `output`."""
+        """Like `attend`, for the planned entries only. Writes the rows of these entries in `output`."""
         if len(self._store_tokens) < len(key):
             key, value = key[self._store_tokens], value[self._store_tokens]
         self._backend.store(layer, self._store_rows, key, value)
@@ -195,7 +195,7 @@ class TorchPagedPlan:
         self,
         layer: int,
         index: int,
-        group: _StepGroup,
+        group: _DecodeGroup,
         query: torch.Tensor,
         output: torch.Tensor,
         options: AttentionOptions,
@@ -203,18 +203,18 @@ class TorchPagedPlan:
         backend = self._backend
         size, heads = group.token_indices.numel(), backend.num_kv_heads
         keys, values = backend.gather(layer, group.rows).view(2, size * heads, -1, backend.head_dim)
-        # Query heads of one KV head are neighbours: [size * heads, query heads per KV head, head_dim]
+        # Query heads of one KV head are consecutive: [size * heads, query heads per KV head, head_dim]
         rows = query[group.token_indices].reshape(size * heads, -1, backend.head_dim)
         scores = _scores(rows, keys, options)
         hidden = self._group_mask(index, group, options.sliding_window)
-        # What lies in hidden places is unknown, even NaN: replaced, since sums and products would let it through.
+        # Hidden tokens may be anything, even NaN. They are overwritten, because NaN * 0 would still be NaN.
         scores.view(size, heads, rows.shape[1], -1).masked_fill_(hidden, float("-inf"))
         values.view(size, heads, -1, backend.head_dim).masked_fill_(hidden.transpose(2, 3), 0.0)
         attended = torch.bmm(torch.softmax(scores, dim=-1), values)
         output[group.token_indices] = attended.view(size, -1, backend.head_dim)
 
-    def _group_mask(self, index: int, group: _StepGroup, window: int | None) -> torch.Tensor:
-        """Where a token is not seen: [group, 1, 1, num_pages * page_size]. The same for all layers."""
+    def _group_mask(self, index: int, group: _DecodeGroup, window: int | None) -> torch.Tensor:
+        """True for hidden tokens: [group, 1, 1, num_pages * page_size]. The same for all layers with this window."""
         if (index, window) not in self._masks:
             positions = torch.arange(group.num_pages * self._backend.page_size, device=self._backend.device)
             lengths = group.lengths.unsqueeze(1)
@@ -243,7 +243,7 @@ class TorchPagedPlan:
             rows = query[tokens].view(end - start, heads, -1, backend.head_dim).permute(1, 2, 0, 3)
             group = rows.shape[1]
             scores = _scores(rows.reshape(heads, -1, backend.head_dim), keys[:, low:last], options)
-            # Without a window only the block's own tokens need hiding from each other; all before them are seen.
+            # Without a window, only the block's own tokens need a mask; all earlier tokens are visible.
             masked_from = first if window is None else low
             by_token = scores.view(heads, group, end - start, last - low)
             by_token[..., masked_from - low :] += self._block_mask(first, last, masked_from, window)
@@ -255,7 +255,7 @@ class TorchPagedPlan:
             )
 
     def _block_mask(self, first: int, last: int, low: int, window: int | None) -> torch.Tensor:
-        """0 where queries [first, last) see keys [low, last), -inf where not: [queries, keys]."""
+        """[queries, keys]: 0 where a query of [first, last) attends to a key of [low, last), else -inf."""
         device = self._backend.device
         queries = torch.arange(first, last, device=device).unsqueeze(1)
         keys = torch.arange(low, last, device=device)

@@ -1,6 +1,6 @@
-/* CPU kernels that torch has no counterpart for. Compiled on first use by engine/native/library.py.
+/* CPU kernels that torch does not have. Compiled on first use by engine/native/library.py.
  *
- * bf16 numbers are uint16_t; sums are fp32. Loops are written so that the compiler turns them into vector code.
+ * bf16 numbers are uint16_t; sums are fp32. Loops are written so that the compiler vectorizes them.
  */
 #include <math.h>
 #include <stdint.h>
@@ -26,20 +26,20 @@ static inline bf16 to_bf16(float f) {
 #define MAX_HEAD_DIM 256
 
 typedef struct {
-    bf16 *cache;            /* this layer's first element; [page, kv, head, token, dim] from there */
+    bf16 *cache;            /* this layer's first element; layout [page, kv, head, token, dim] */
     int64_t page_stride;    /* elements from one page to the next */
     const bf16 *query, *key, *value;
     int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* strides in elements */
     bf16 *output;           /* [tokens, query heads, head_dim], contiguous */
     const int32_t *page_tables; /* [sequences, max_pages] */
-    const int32_t *lengths;     /* tokens visible, the new one included */
-    const int32_t *token_indices; /* places of the sequences' tokens in query, key, value, output */
+    const int32_t *lengths;     /* [sequences] tokens to attend to, the new token included */
+    const int32_t *token_indices; /* [sequences] index of the token in query, key, value, output */
     float *partial;         /* [sequences, heads, splits, group, head_dim + 2] */
     int32_t num_sequences, max_pages, num_heads, group, head_dim, page_size, splits, window;
     float scaling, softcap; /* softcap 0: off */
 } Attention;
 
-/* Sixteen lanes, as GCC vector types: wide registers where the processor has them, several narrow ones where not. */
+/* Sixteen lanes, as GCC vector types. The compiler maps them to wide registers, or to several narrow registers. */
 #define LANES 16
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -73,9 +73,9 @@ static inline floats exp_negative(floats x) {
 static inline float exp_negative_one(float x) { return exp_negative((floats){x})[0]; }
 
 static inline float largest_lane(floats v) {
-    for (int step = LANES / 2; step; step /= 2) {
+    for (int distance = LANES / 2; distance; distance /= 2) {
         ints other;
-        for (int lane = 0; lane < LANES; lane++) other[lane] = lane ^ step;
+        for (int lane = 0; lane < LANES; lane++) other[lane] = lane ^ distance;
         const floats w = __builtin_shuffle(v, other);
         v = choose(w > v, w, v);
     }
@@ -106,14 +106,14 @@ static inline floats multiply_add(floats sum, query_part query, const bf16 *key)
 }
 #endif
 
-/* Adds neighbours at distance `step` of two vectors and packs the halves; four rounds turn 16 vectors into their sums. */
-static inline floats fold(floats a, floats b, int step) {
+/* Adds the lanes at `distance` within each of two vectors and packs the sums. Four rounds reduce 16 vectors to sums. */
+static inline floats fold(floats a, floats b, int distance) {
     ints low, high;
     for (int lane = 0; lane < LANES; lane++) {
-        const int group = lane / step, place = lane % step;
+        const int group = lane / distance, offset = lane % distance;
         const int from = group % 2 ? LANES : 0;
-        low[lane] = from + group / 2 * 2 * step + place;
-        high[lane] = low[lane] + step;
+        low[lane] = from + group / 2 * 2 * distance + offset;
+        high[lane] = low[lane] + distance;
     }
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
@@ -127,7 +127,7 @@ static inline floats sums_of_lanes(floats v[LANES]) {
 }
 
 /* One split of one KV head of one sequence: online softmax over its pages, each page read once.
- * D (head_dim) and G (query heads) are constants in the calls that matter, so that everything stays in registers. */
+ * D (head_dim) and G (query heads) are constants in the calls for common models, so that data stays in registers. */
 static inline __attribute__((always_inline)) void attend_split(
     const Attention *a, int sequence, int head, int split, const int D, const int G, const int whole_blocks) {
     const int S = a->page_size;
@@ -159,7 +159,7 @@ static inline __attribute__((always_inline)) void attend_split(
         const int high = length - page * S < S ? length - page * S : S;
         const int32_t *entry = a->page_tables + (int64_t)sequence * a->max_pages + page;
         const int64_t to_next = ((int64_t)entry[page + 1 < end] - entry[0]) * a->page_stride;
-        if (page == num_pages - 1) { /* the new token's own key and value go in first */
+        if (page == num_pages - 1) { /* first store the new token's key and value */
             memcpy(keys + (int64_t)(high - 1) * D,
                    a->key + token * a->key_token + head * a->key_head, D * sizeof(bf16));
             memcpy(values + (int64_t)(high - 1) * D,
@@ -168,7 +168,7 @@ static inline __attribute__((always_inline)) void attend_split(
         for (int block = 0; block < high; block += LANES) { /* tokens of the page, sixteen at a time */
             const int count = high - block < LANES ? high - block : LANES;
             const int hidden = page * S + block < first_token ? first_token - page * S - block : 0;
-            /* Rows behind `count` are read where they belong to the page, and hidden below. */
+            /* With whole blocks, rows after `count` are read too: they belong to the page and are masked below. */
             const int rows = whole_blocks ? LANES : count;
             const ints seen = (lanes >= hidden) & (lanes < count);
             float weights[MAX_GROUP][LANES];
@@ -224,7 +224,7 @@ static inline __attribute__((always_inline)) void attend_split(
 static void attend_task(const Attention *a, int task) {
     const int split = task % a->splits, head = task / a->splits % a->num_heads;
     const int sequence = task / a->splits / a->num_heads;
-    if (a->page_size % LANES == 0) /* sizes of common models get code of their own */
+    if (a->page_size % LANES == 0) /* specialized code for the sizes of common models */
         switch (a->head_dim * 100 + a->group) {
             CASE(64, 1) CASE(64, 2) CASE(64, 3) CASE(64, 4) CASE(64, 7) CASE(64, 8)
             CASE(128, 1) CASE(128, 2) CASE(128, 4) CASE(128, 8)
@@ -232,7 +232,7 @@ static void attend_task(const Attention *a, int task) {
     attend_split(a, sequence, head, split, a->head_dim, a->group, 0);
 }
 
-/* Joins the splits of one KV head of one sequence. */
+/* Combines the splits of one KV head of one sequence. */
 static void join_splits(const Attention *a, int sequence, int head) {
     const int G = a->group, D = a->head_dim, splits = a->splits;
     const float *partial = a->partial + ((int64_t)sequence * a->num_heads + head) * splits * G * (D + 2);
@@ -256,7 +256,7 @@ static void join_splits(const Attention *a, int sequence, int head) {
 }
 
 /* One new token per sequence: stores its key and value, attends over all pages. */
-void kvferry_attend_steps(const Attention *a) {
+void kvferry_attend_decode(const Attention *a) {
     const int tasks = a->num_sequences * a->num_heads * a->splits;
 #pragma omp parallel
     {

@@ -1,6 +1,6 @@
-"""Compiles and loads `kernels.c`. Without a C compiler the engine runs in plain torch, slower but the same.
+"""Compiles and loads `kernels.c`. Without a C compiler the engine runs in plain torch, more slowly.
 
-The library is kept in the cache folder under a name that holds a hash of source, flags and processor.
+The library is kept in the cache folder. Its file name has a hash of source, flags and processor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.model_store import cache_folder
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("kernels.c")
-# No -ffast-math: at link time it would change how this process treats tiny numbers everywhere.
+# No -ffast-math: linking with this flag would flush denormal numbers to zero in the whole process.
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-std=gnu11"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
 COMPILE_SECONDS = 120
@@ -32,7 +32,7 @@ COMPILE_SECONDS = 120
 
 @functools.cache
 def load_kernels() -> ctypes.CDLL | None:
-    """The kernels, compiled if that is needed; None (and a line in the log) where that can't be done."""
+    """The kernels, compiled if necessary; None, with a log line, if they can't be compiled or loaded."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         log.info("no C compiler found (gcc, or another as $CC); decode steps run in plain torch, which is slower")
@@ -40,8 +40,8 @@ def load_kernels() -> ctypes.CDLL | None:
     try:
         return _declare(ctypes.CDLL(str(_compiled(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("the native kernels can't be used, decode steps run in plain torch: %s", said.strip()[-500:])
+        reason = getattr(error, "stderr", None) or str(error)
+        log.warning("the native kernels can't be used, decode steps run in plain torch: %s", reason.strip()[-500:])
         return None
 
 
@@ -49,7 +49,7 @@ def _compiled(compiler: str) -> Path:
     """The compiled library. Raises OSError or SubprocessError."""
     command = [compiler, *FLAGS]
     openmp = _torch_openmp()
-    # torch's own OpenMP runtime: a second one would bring threads of its own, which fight for the same cores.
+    # torch's own OpenMP runtime: a second runtime would start threads that compete for the same cores.
     link = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp is not None else []
     key = hashlib.sha256(
         "\0".join([SOURCE.read_text(), *command, *link, platform.machine(), _processor()]).encode()
@@ -61,7 +61,7 @@ def _compiled(compiler: str) -> Path:
     with FileLock(target.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=target.parent) as folder:
         if target.is_file():  # another process was first
             return target
-        log.info("compiling the native kernels; happens once")
+        log.info("compiling the native kernels; this happens once")
         made = Path(folder) / "kernels.so"
         full = [*command, str(SOURCE), "-o", str(made), *link, "-lm"]
         subprocess.run(full, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
@@ -70,13 +70,13 @@ def _compiled(compiler: str) -> Path:
 
 
 def _torch_openmp() -> Path | None:
-    """The OpenMP runtime that came with torch."""
+    """The OpenMP runtime in torch's package; None: there is none."""
     found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
     return found[0] if found else None
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The processor's features, which -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -84,8 +84,8 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-class StepAttention(ctypes.Structure):
-    """Arguments of `kvferry_attend_steps`; field for field the struct `Attention` of kernels.c."""
+class DecodeAttention(ctypes.Structure):
+    """Arguments of `kvferry_attend_decode`; field for field the struct `Attention` of kernels.c."""
 
     _fields_ = (
         ("cache", ctypes.c_void_p),
@@ -118,12 +118,12 @@ class StepAttention(ctypes.Structure):
 
 
 MAX_GROUP, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 32
-"""Limits of `kvferry_attend_steps`, as in kernels.c."""
+"""Limits of `kvferry_attend_decode`, as in kernels.c."""
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    library.kvferry_attend_steps.argtypes = [ctypes.POINTER(StepAttention)]
-    library.kvferry_attend_steps.restype = None
+    library.kvferry_attend_decode.argtypes = [ctypes.POINTER(DecodeAttention)]
+    library.kvferry_attend_decode.restype = None
     library.kvferry_rms_norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
     library.kvferry_rms_norm.restype = None
     return library

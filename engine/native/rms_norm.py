@@ -1,4 +1,4 @@
-"""RMS norms as one compiled pass where `transformers` makes eight: 61 of them run per token in SmolLM2-135M."""
+"""RMS norms in one compiled pass instead of eight torch operations. SmolLM2-135M has 61 RMS norms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from engine.native.library import load_kernels
 
-# Norms of transformers models call their epsilon by one of these names.
+# Attribute names of epsilon in the norms of transformers models.
 _EPSILON_NAMES = ("variance_epsilon", "eps")
 
 
@@ -31,10 +31,10 @@ class NativeRmsNorm(torch.nn.Module):
 
 
 def replace_rms_norms(model: Any) -> int:
-    """Replaces every norm of a bf16 CPU model for which the kernel gives the same numbers. Returns how many.
+    """Replaces every norm of a bf16 CPU model for which the kernel gives the same numbers. Returns their number.
 
-    Equality is tried out on random input instead of being guessed from class names: a norm that does something
-    else (a weight of 1 + w, a mean taken off) simply stays as it is.
+    Equality is tested on random input, not guessed from class names. A norm that computes something else (a weight
+    of 1 + w, a subtracted mean) is not replaced.
     """
     kernels = load_kernels()
     if kernels is None:
@@ -61,7 +61,7 @@ def _candidate(norm: Any, kernels: Any) -> NativeRmsNorm | None:
 
 @torch.inference_mode()
 def _gives_the_same(norm: Any, native: NativeRmsNorm) -> bool:
-    """Equal but for the last bit of a few elements, since sums are made in another order."""
+    """Whether results are equal, except the last bit of a few elements: sums are computed in another order."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((17, native.weight.numel()), generator=generator).to(torch.bfloat16) * 3
     try:

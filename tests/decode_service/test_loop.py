@@ -494,7 +494,7 @@ def test_pages_that_do_not_add_up_make_the_worker_not_ready(rig, caplog):
     rest(rig)
     event = rig.parts.health.event()
     assert event.state == worker_pb2.WORKER_STATE_FAULTY
-    assert "holders of 2 pages are not those of the requests" in event.reason
+    assert "holders of 2 pages differ from those of the requests" in event.reason
     assert "allocate" in caplog.text
 
 

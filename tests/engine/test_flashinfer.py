@@ -92,7 +92,7 @@ def test_what_is_warmed_up_is_what_steps_use():
     step = Step(random.Random(3), [(5, 1)], OPTIONS["layers in turn"], page_size=1)
     backend = flashinfer.FlashInferAttention(step.cache, 6, OPTIONS["layers in turn"], reference_flashinfer)
     backend.warm_up()
-    wrappers = [*backend.chunk_wrappers.values(), *backend.step_wrappers.values()]
+    wrappers = [*backend.chunk_wrappers.values(), *backend.decode_wrappers.values()]
     assert [(wrapper.plans, wrapper.runs) for wrapper in wrappers] == [(1, 1)] * 4
 
 
@@ -131,7 +131,7 @@ def test_a_step_is_planned_once_per_kind_of_layer():
     options = OPTIONS["layers in turn"]
     step = Step(random.Random(4), [(5, 1), (9, 1)], options)
     step.check(step.backend.plan(step.batch))
-    assert [step.backend.step_wrappers[kind].plans for kind in options] == [1, 1]
+    assert [step.backend.decode_wrappers[kind].plans for kind in options] == [1, 1]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())

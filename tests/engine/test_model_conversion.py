@@ -144,8 +144,8 @@ def test_longrope_is_read_from_its_factors(tmp_path):
         ({"attention.value_length": 32}, {}, "attention.value_length differs"),
         ({"rope.freq_base_swa": 5.0}, {}, "rope.freq_base_swa is not known"),
         ({"something_new": 1}, {}, "llama.something_new = 1 is not known"),
-        ({}, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}, "none of Llama 3's"),
-        ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "weights that this kind of model has no place for"),
+        ({}, {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}, "that no Llama 3 model has"),
+        ({}, {"blk.0.attn_q.bias": np.ones(64, np.float32)}, "weights that this kind of model does not have"),
     ],
 )
 def test_what_a_file_says_beyond_what_is_known_is_refused_by_name(keys, tensors, words, tmp_path):
@@ -162,7 +162,7 @@ def test_values_that_change_nothing_pass(tmp_path):
 
 def test_other_architectures_are_refused_by_name(tmp_path):
     file = write_gguf(tmp_path / "m.gguf", "gemma", make_model("llama"))
-    with pytest.raises(UnsupportedModelError, match=r"architecture gemma are not served; those of .*llama"):
+    with pytest.raises(UnsupportedModelError, match=r"architecture gemma are not supported; supported are .*llama"):
         converted(tmp_path, file)
 
 
@@ -187,7 +187,7 @@ def test_a_file_in_parts_is_the_whole_model(tmp_path, monkeypatch):
     assert torch.equal(logits(load_reference(folder)), logits(model))
     assert resolve_model(str(parts[1])) == folder
     parts[2].unlink()
-    with pytest.raises(ModelUnavailable, match=r"is one of 3 parts; beside it are missing big-00003-of-00003\.gguf"):
+    with pytest.raises(ModelUnavailable, match=r"is one of 3 parts; missing beside it: big-00003-of-00003\.gguf"):
         resolve_model(str(first))
 
 
@@ -220,7 +220,7 @@ def test_a_way_of_cutting_that_is_not_known_is_refused(tmp_path):
     file = write_gguf(
         tmp_path / "m.gguf", "llama", make_model("llama"), tokenizer=lambda w: byte_level_tokenizer(w, "brand-new")
     )
-    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.pre is 'brand-new'; known are .*llama-bpe"):
+    with pytest.raises(UnsupportedModelError, match=r"tokenizer\.ggml\.pre is 'brand-new'; supported are .*llama-bpe"):
         converted(tmp_path, file)
 
 

@@ -56,7 +56,7 @@ def test_a_gguf_file_is_prepared_once(cache, tmp_path, monkeypatch):
 def test_a_broken_gguf_file_is_named_and_leaves_nothing(cache, tmp_path):
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"not a model")
-    with pytest.raises(ModelUnavailable, match=r"broken.gguf can't be converted: it is no whole GGUF file: "):
+    with pytest.raises(ModelUnavailable, match=r"broken.gguf can't be converted: it is not a complete GGUF file: "):
         resolve_model(str(file))
     assert [p.name for p in (cache / "models").iterdir() if not p.name.endswith(".lock")] == []
 
@@ -88,7 +88,7 @@ def test_two_processes_may_prepare_at_once(cache, tmp_path):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("no-such-name", "it is no hub id"),
+        ("no-such-name", "it is not a hub id"),
         ("/no/such/folder", "there is no such folder or GGUF file"),
         ("./relative", "there is no such folder or GGUF file"),
     ],

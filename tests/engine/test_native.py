@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionOptions
-from engine.attention.native_steps import native_attention
+from engine.attention.native_decode import native_attention
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
 from engine.kv_cache import KvCache, KvShape

@@ -181,7 +181,7 @@ def test_bad_input_is_refused_in_words_while_others_go_on(bad, code, words, clus
 def test_one_request_id_runs_once(cluster):
     running = cluster.client.generate([7, 8], max_tokens=60, ignore_eos=True, request_id="mine")
     next(iter(running))
-    with pytest.raises(KvferryError, match="'mine' is running already"):
+    with pytest.raises(KvferryError, match="'mine' is already running"):
         cluster.client.generate([7, 8], max_tokens=2, request_id="mine").result()
     assert running.result().request_id == "mine"
     assert cluster.client.generate([7, 8], max_tokens=2, request_id="mine").result().request_id == "mine"

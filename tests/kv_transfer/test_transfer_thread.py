@@ -262,12 +262,12 @@ def test_a_peer_with_an_open_write_on_a_failed_connection_is_not_connected_over_
     monkeypatch.setattr(transfer_thread, "STALLED_SECONDS", 0.05)
     writer.transport.write = lambda *_: Stuck()
     writer.thread.write(make_write(owner))
-    assert writer.next_event() == PeerFailed("owner", "nothing came through to agent owner for 0.05 s")
+    assert writer.next_event() == PeerFailed("owner", "no write to agent owner ended for 0.05 s")
     writer.thread.write(make_write(owner, tag="another"))
     refused = writer.next_event()
     assert (refused.write.tag, refused.ok) == ("another", False), "not over a connection that has failed"
     writer.thread.connect(owner.transport.endpoint())
-    assert writer.next_event() == PeerFailed("owner", "its last connection still has open writes")
+    assert writer.next_event() == PeerFailed("owner", "its previous connection still has open writes")
     state[0] = WriteState.DONE
     assert isinstance(writer.next_event(), WriteEnded)
     assert writer.next_event() == PeerDisconnected("owner")

@@ -117,7 +117,7 @@ def events(request):
 async def end_of(request):
     """The last event, once it is there."""
     while not (found := events(request)):
-        await request.output.news.wait()
+        await request.output.has_output.wait()
     return found[-1]
 
 

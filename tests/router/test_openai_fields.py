@@ -234,7 +234,7 @@ def test_seeds_may_be_any_64_bits():
 )
 def test_fields_of_the_wire_are_told_as_the_client_wrote_them(wire, body, written):
     body_type = ChatBody if "messages" in body else CompletionBody
-    assert body_type.model_validate_json(json.dumps(body)).written_name(wire, place=1) == written
+    assert body_type.model_validate_json(json.dumps(body)).written_name(wire, prompt_index=1) == written
 
 
 def test_reading_stops_at_the_first_error():

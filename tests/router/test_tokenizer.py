@@ -95,7 +95,7 @@ def test_a_role_the_template_refuses_is_the_clients_error(by_byte):
 def test_whatever_a_template_raises_is_the_clients_error(failing, tiny_model):
     tokenizer = Tokenizer(tiny_model("llama"))
     tokenizer._tokenizer.chat_template = failing
-    with pytest.raises(InvalidArgument, match="the model's chat template refuses it"):
+    with pytest.raises(InvalidArgument, match="the model's chat template rejects this conversation"):
         tokenizer.encode_chat([Turn("user", "hi")])
 
 

@@ -71,7 +71,7 @@ def check(request, tokenizer, limits=LIMITS):
         ({"priority": 1001}, "priority", r"\[-1000, 1000\]"),
         ({"cache_salt": "x" * 257}, "cache_salt", "at most 256"),
         ({"stop__max_tokens": 0}, "stop.max_tokens", "at least 1"),
-        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "at most 39 are left: .* 49 tokens .what the prefill"),
+        ({"stop__max_tokens": 2**32 - 1}, "stop.max_tokens", "39 are left: .* 49 tokens .the capacity of the prefill"),
         ({"stop__stop": ["x" * 2048, "y" * 2049]}, "stop.stop", "has 4097 characters altogether; at most 4096"),
         ({"stop__stop": ["x"] * 65}, "stop.stop", "at most 64"),
         ({"stop__stop_token_ids": [3, VOCAB]}, r"stop.stop_token_ids\[1\]", "is 320"),
@@ -79,7 +79,7 @@ def check(request, tokenizer, limits=LIMITS):
         ({"token_ids__ids": [-1]}, r"token_ids\[10\]", r"is -1; token ids must be in \[0, 320\)"),
         ({"token_ids__ids": [VOCAB]}, r"token_ids\[10\]", "is 320"),
         ({"token_ids__ids": [2**31 - 1]}, r"token_ids\[10\]", "is 2147483647"),
-        ({"token_ids__ids": [5] * 39}, "prompt", "has 49 tokens; .* at most 48 fit: .*pool of 6 pages of 8 holds"),
+        ({"token_ids__ids": [5] * 39}, "prompt", "has 49 tokens; .* at most 48 fit: .*pool: 6 pages of 8 tokens"),
         ({"token_ids__ids": [5] * 54}, "prompt", "has 64 tokens; .* at most 48 fit"),
         ({"text": ""}, "text", "is empty"),
         ({"request_id": "x" * 129}, "request_id", "at most 128"),
@@ -143,18 +143,18 @@ def test_every_sampling_field_reaches_the_workers(tokenizer):
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (-2.0, 2.0)
     assert (list(sampling.bias_token_ids), list(sampling.biases)) == ([3, VOCAB - 1], [-100.0, 5.0])
     assert (sampling.num_logprobs, sampling.prompt_logprobs) == (20, True)
-    assert (checked.num_answers, checked.stop.min_tokens, list(checked.stop.stop_token_ids)) == (4, 3, [1, 9])
-    answers = [checked.answer(index).sampling for index in range(4)]
-    assert [a.choice_index for a in answers] == [0, 1, 2, 3]
-    assert [a.prompt_logprobs for a in answers] == [True, False, False, False]
-    assert {a.seed for a in answers} == {sampling.seed}
+    assert (checked.num_completions, checked.stop.min_tokens, list(checked.stop.stop_token_ids)) == (4, 3, [1, 9])
+    completions = [checked.completion(index).sampling for index in range(4)]
+    assert [a.choice_index for a in completions] == [0, 1, 2, 3]
+    assert [a.prompt_logprobs for a in completions] == [True, False, False, False]
+    assert {a.seed for a in completions} == {sampling.seed}
 
 
 def test_unset_and_zero_are_told_apart_where_it_matters(tokenizer):
     assert not check(make_request(), tokenizer).sampling.HasField("num_logprobs")
     assert check(make_request(num_logprobs=0), tokenizer).sampling.HasField("num_logprobs")
     assert check(make_request(), tokenizer).sampling.repetition_penalty == 1
-    assert check(make_request(sampling__n=0), tokenizer).num_answers == 1
+    assert check(make_request(sampling__n=0), tokenizer).num_completions == 1
 
 
 def test_an_answer_that_every_token_ends_can_not_have_min_tokens(tokenizer):
@@ -162,7 +162,7 @@ def test_an_answer_that_every_token_ends_can_not_have_min_tokens(tokenizer):
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2]))
     request.stop.stop_token_ids.extend([0, 2])
     request.stop.min_tokens = 1
-    with pytest.raises(InvalidArgument, match=r"stop.min_tokens: is 1, but every token ends the answer"):
+    with pytest.raises(InvalidArgument, match=r"stop.min_tokens: is 1, but every token ends the output"):
         check(request, tokenizer, limits)
 
 
@@ -256,7 +256,7 @@ def test_a_prompt_that_is_far_too_long_is_not_read_to_its_end(prompt, tokenizer,
         request.token_ids.ids.extend(value)
     monkeypatch.setattr(tokenizer, "_tokenizer", Watched())
     monkeypatch.setattr(tokenizer, "longest_token", 10**6)  # as if the vocabulary did not help
-    with pytest.raises(InvalidArgument, match=r"tokens; with at least 1 token to answer, at most 48 fit") as error:
+    with pytest.raises(InvalidArgument, match=r"tokens; with at least 1 output token, at most 48 fit") as error:
         check(request, tokenizer)
     assert error.value.reason == "context_length_exceeded"
     assert sum(tokenized) < 1000
@@ -289,7 +289,7 @@ def test_what_a_template_says_is_quoted_in_part(tokenizer, monkeypatch):
     request = pb.GenerateRequest()
     request.chat.messages.add(role="user", content="long " * 8)
     request.chat.messages.add(role="user", content="x")
-    with pytest.raises(InvalidArgument, match="the model's chat template refuses it: long") as error:
+    with pytest.raises(InvalidArgument, match="the model's chat template rejects this conversation: long") as error:
         check(request, tokenizer)
     assert len(error.value.message) < 400
 
@@ -309,5 +309,5 @@ def test_a_developer_is_the_system_where_the_template_knows_no_developer(tokeniz
 def test_a_token_that_only_the_tokenizer_knows_is_refused(tokenizer):
     """It would be an index beyond the embedding."""
     limits = ClusterLimits(64, 100, 8, 100, 100)
-    with pytest.raises(InvalidArgument, match=r"text: has the token \d+, which the model, with 100, does not have"):
+    with pytest.raises(InvalidArgument, match=r"text: has the token \d+, but the model has only 100 tokens"):
         check(pb.GenerateRequest(text="\xe9"), tokenizer, limits)

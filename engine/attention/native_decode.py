@@ -1,7 +1,7 @@
 """Paged attention on a CPU with a compiled kernel for single tokens (decode steps) in bf16.
 
-The kernel reads each page once, where `torch_paged` gathers pages into a buffer first. Chunks of many tokens stay in
-torch: there the matrix products are what counts.
+The kernel reads each page once, while `torch_paged` first gathers pages into a buffer. Chunks of many tokens stay in
+torch, because matrix products dominate their time.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import torch
 from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.attention.torch_paged import TorchPagedAttention, TorchPagedPlan
 from engine.kv_cache import KvCache
-from engine.native.library import HEAD_DIM_MULTIPLE, MAX_GROUP, MAX_HEAD_DIM, StepAttention, load_kernels
+from engine.native.library import HEAD_DIM_MULTIPLE, MAX_GROUP, MAX_HEAD_DIM, DecodeAttention, load_kernels
 from engine.sequence import ScheduledSequence, num_pages_for
 
-# A sequence is split while there are fewer pieces of work than this per thread ...
+# Sequences are split until there are this many tasks per thread ...
 TASKS_PER_THREAD = 4
-# ... and the pieces are not shorter than this.
+# ... but no split is shorter than this.
 MIN_SPLIT_TOKENS = 128
 
 
-class NativeStepsAttention:
-    """Chunks by `torch_paged`, single tokens by the kernel."""
+class NativeDecodeAttention:
+    """Computes chunks with `torch_paged` and single tokens with the kernel."""
 
     def __init__(self, kv_cache: KvCache, kernels: ctypes.CDLL) -> None:
         self._kernels = kernels
         self._torch = TorchPagedAttention(kv_cache)
         self._cache = kv_cache
         shape = kv_cache.shape
-        self._arguments = StepAttention(
+        self._arguments = DecodeAttention(
             page_stride=kv_cache.tensor.stride(0),
             num_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
@@ -41,10 +41,10 @@ class NativeStepsAttention:
         self._partial = torch.empty(0)
 
     def plan(self, batch: Seq[ScheduledSequence]) -> AttentionPlan:
-        """Lays out a step."""
+        """Plans a step."""
         return _NativePlan(self, batch)
 
-    def attend_steps(
+    def attend_decode(
         self,
         layer: int,
         tables: torch.Tensor,
@@ -53,7 +53,7 @@ class NativeStepsAttention:
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
         options: AttentionOptions,
     ) -> None:
-        """Stores and attends for all single tokens. `tensors`: query, key, value, output, [tokens, heads, head_dim]."""
+        """Stores K and V of single tokens, then attends. tensors: query, key, value, output [tokens, heads, dim]."""
         query, key, value, output = tensors
         a = self._arguments
         a.cache = self._cache.base_address + layer * self._layer_bytes
@@ -71,36 +71,36 @@ class NativeStepsAttention:
         a.partial = self._partial.data_ptr()
         a.window = options.sliding_window or 0
         a.scaling, a.softcap = options.scaling, options.softcap or 0.0
-        self._kernels.kvferry_attend_steps(ctypes.byref(a))
+        self._kernels.kvferry_attend_decode(ctypes.byref(a))
 
     @staticmethod
-    def _num_splits(a: StepAttention) -> int:
+    def _num_splits(a: DecodeAttention) -> int:
         wanted: int = -(-TASKS_PER_THREAD * torch.get_num_threads() // (a.num_sequences * a.num_heads))
         most: int = a.max_pages * a.page_size // MIN_SPLIT_TOKENS
         return max(1, min(wanted, most))
 
 
 class _NativePlan:
-    """One step."""
+    """Plan of one step."""
 
-    def __init__(self, backend: NativeStepsAttention, batch: Seq[ScheduledSequence]) -> None:
+    def __init__(self, backend: NativeDecodeAttention, batch: Seq[ScheduledSequence]) -> None:
         self._backend = backend
-        steps: list[tuple[int, ScheduledSequence]] = []
+        decodes: list[tuple[int, ScheduledSequence]] = []
         chunks: list[tuple[int, ScheduledSequence]] = []
         first = 0
         for entry in batch:
-            (steps if entry.num_new_tokens == 1 else chunks).append((first, entry))
+            (decodes if entry.num_new_tokens == 1 else chunks).append((first, entry))
             first += entry.num_new_tokens
         self._chunk_plan = TorchPagedPlan(backend._torch, chunks) if chunks else None
         page_size = backend._cache.page_size
-        lengths = [entry.sequence.num_computed_tokens + 1 for _, entry in steps]
+        lengths = [entry.sequence.num_computed_tokens + 1 for _, entry in decodes]
         max_pages = max((num_pages_for(length, page_size) for length in lengths), default=0)
-        self._tables = torch.zeros((len(steps), max_pages), dtype=torch.int32)
-        for row, (length, (_, entry)) in enumerate(zip(lengths, steps, strict=True)):
+        self._tables = torch.zeros((len(decodes), max_pages), dtype=torch.int32)
+        for row, (length, (_, entry)) in enumerate(zip(lengths, decodes, strict=True)):
             used = num_pages_for(length, page_size)
             self._tables[row, :used] = torch.tensor(entry.sequence.page_table[:used], dtype=torch.int32)
         self._lengths = torch.tensor(lengths, dtype=torch.int32)
-        self._token_indices = torch.tensor([place for place, _ in steps], dtype=torch.int32)
+        self._token_indices = torch.tensor([index for index, _ in decodes], dtype=torch.int32)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -111,17 +111,17 @@ class _NativePlan:
             self._chunk_plan.attend_into(layer, query, key, value, options, output)
         if len(self._tables):
             tensors = (_rows(query), _rows(key), _rows(value), output)
-            self._backend.attend_steps(layer, self._tables, self._lengths, self._token_indices, tensors, options)
+            self._backend.attend_decode(layer, self._tables, self._lengths, self._token_indices, tensors, options)
         return output
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the elements of a head next to each other, as the kernel reads them."""
+    """The tensor with contiguous head elements, as the kernel requires."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def native_attention(kv_cache: KvCache, num_query_heads: int) -> NativeStepsAttention | None:
-    """The backend where it applies: bf16 on a CPU, sizes the kernel has room for, and a compiler; else None."""
+def native_attention(kv_cache: KvCache, num_query_heads: int) -> NativeDecodeAttention | None:
+    """The backend; None unless the cache is bf16 on a CPU, sizes are within the kernel's limits, and gcc is there."""
     tensor, shape = kv_cache.tensor, kv_cache.shape
     fits = (
         tensor.device.type == "cpu"
@@ -131,4 +131,4 @@ def native_attention(kv_cache: KvCache, num_query_heads: int) -> NativeStepsAtte
         and num_query_heads // shape.num_kv_heads <= MAX_GROUP
     )
     kernels = load_kernels() if fits else None
-    return NativeStepsAttention(kv_cache, kernels) if kernels is not None else None
+    return NativeDecodeAttention(kv_cache, kernels) if kernels is not None else None

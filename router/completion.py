@@ -1,4 +1,4 @@
-"""One answer of a request: its tokens become text, with stops cut and log-probabilities beside."""
+"""Turns the output of one completion into responses: text without stop strings, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
 
 
-class Answer:
-    """Reads a request's output and makes responses of it."""
+class Completion:
+    """One of a request's n completions. Reads its output and makes responses."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer) -> None:
         self.request, self.index, self._tokenizer = request, index, tokenizer
         self.num_tokens = 0
-        """Tokens of the answer so far, the ending one included."""
+        """Output tokens so far, the ending token included."""
         self.is_stopped = False
-        """A stop string was found: no worker knows that the answer is whole."""
+        """A stop string was found, so workers have to be told that this completion has ended."""
         self.is_over = False
         """The last response was made."""
         checked = request.checked
         self._detokenizer = tokenizer.detokenizer(checked.include_special_tokens)
         self._stops = StopStrings(checked.stop_strings, checked.include_stop)
         self._hidden = {} if checked.include_special_tokens or not checked.stop_strings else tokenizer.special_tokens
-        """Texts of tokens that are not shown, in which a stop string may be nonetheless."""
+        """Texts of hidden tokens, by id. Stop strings can match these texts."""
         self._last = inference_pb2.GenerateResponse(request_id=checked.request_id, index=index)
 
     def take(self) -> list[inference_pb2.GenerateResponse]:
-        """Responses for what came since the last call, if any. Raises the RequestError that ended the request.
+        """Responses for the output since the last call. Raises the RequestError that ended the request.
 
-        The end is told together with the last text where both are known: a message of its own would look like one more
-        token to clients that count messages.
+        The finish reason comes with the last text if both are known. Clients that count messages would take a separate
+        message for one more token.
         """
         responses: list[inference_pb2.GenerateResponse] = []
         for event in self.request.output.take():
@@ -42,7 +42,7 @@ class Answer:
                     raise event.error
                 self.is_over = True
                 self._finish(responses)
-            elif not self._last.finish_reason:  # else these came after a stop string
+            elif not self._last.finish_reason:  # else the tokens are after a stop string
                 response = self._read(event)
                 if response.text or response.token_ids or response.logprobs or response.prompt_logprobs:
                     responses.append(response)
@@ -79,21 +79,21 @@ class Answer:
         )
 
     def _text(self, token: int, tokens: Tokens, is_last: bool) -> str:
-        """The text that a token makes final. The one that ends the answer is not text, unless it is to be included."""
+        """The text that a token makes final. An ending token has no text unless include_stop is set."""
         is_left_out = self._ends_by(tokens, is_last) and not self.request.checked.include_stop
         text = "" if is_left_out else self._detokenizer.add((token,))
         return text + self._detokenizer.finish() if is_last else text
 
     @staticmethod
     def _ends_by(tokens: Tokens, is_last: bool) -> bool:
-        """Whether a token is the one that a worker ended the answer at."""
+        """Whether a token is the stop token or end-of-sequence token that ended the output."""
         return is_last and tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
 
     def _may_stop(self) -> bool:
         return self.num_tokens >= self.request.checked.stop.min_tokens
 
     def _note_end(self, tokens: Tokens) -> None:
-        """A worker ended the answer."""
+        """Records the finish reason of a worker."""
         ending = tokens.token_ids[-1]
         self._last.finish_reason = tokens.finish_reason
         is_stop = tokens.finish_reason == inference_pb2.FINISH_REASON_STOP
@@ -115,7 +115,7 @@ class Answer:
         ]
 
     def take_end(self, responses: list[inference_pb2.GenerateResponse]) -> list[inference_pb2.GenerateResponse]:
-        """As `take`, behind responses that were not sent yet."""
+        """Like `take`, after `responses`, which were not sent yet. Merges the end into the last response."""
         for response in self.take():
             if responses and response.finish_reason and not response.text:
                 responses[-1].MergeFrom(response)
