@@ -56,9 +56,9 @@ def test_logprobs_are_cut_into_positions():
     assert tokens.prompt_logprobs == (Position((8,), (-8.0,)), Position((9,), (-9.0,)))
 
 
-def test_news_is_set_by_tokens_and_by_the_end():
+def test_has_output_is_set_by_tokens_and_by_the_end():
     for change in (lambda stream: stream.add(output(1)), lambda stream: stream.end(None)):
         stream = OutputStream()
-        assert not stream.news.is_set()
+        assert not stream.has_output.is_set()
         change(stream)
-        assert stream.news.is_set()
+        assert stream.has_output.is_set()
