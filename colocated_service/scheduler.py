@@ -15,7 +15,6 @@ sequence that has to go waits as a prompt again, with the tokens it has, and is 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +28,7 @@ from worker_runtime.step import SchedulerLoad, Step, StepLimits
 
 StepPolicy = Literal["mixed", "prefill_first"]
 NOTHING = Step()
+NO_PREEMPTION = StepLimits(may_preempt=False)
 
 
 @dataclass(eq=False)
@@ -80,8 +80,9 @@ class ColocatedScheduler:
             if decodes.is_short_of_pages:
                 return decodes
             prompts = self._schedule_prompts(limits, self._token_budget - len(decodes.decodes))
-        step = dataclasses.replace(decodes, prompts=prompts.prompts, expired=prompts.expired)
-        return step if step != NOTHING else None
+        if prompts is NOTHING and decodes is NOTHING:
+            return None
+        return Step(decodes.decodes, prompts.prompts, prompts.expired, decodes.preempted, decodes.is_short_of_pages)
 
     def update(self, step: Step) -> None:
         """See `Scheduler.update`. Computed prompts begin to decode: their next token may be added."""
@@ -106,14 +107,14 @@ class ColocatedScheduler:
 
     def load(self) -> SchedulerLoad:
         """See `Scheduler.load`."""
-        return dataclasses.replace(
-            self.prompts.load(),
-            sequences={
-                "waiting": self.prompts.num_waiting,
-                "prompt": self.prompts.num_running,
-                "running": self.decodes.num_running,
-            },
-            expected_growth_pages=self.decodes.expected_growth_pages,
+        prompts, decodes = self.prompts, self.decodes
+        return SchedulerLoad(
+            {"waiting": prompts.num_waiting, "prompt": prompts.num_running, "running": decodes.num_running},
+            prompts.queued_tokens,
+            prompts.running_tokens,
+            decodes.expected_growth_pages,
+            prompts.refusals,
+            prompts.num_restarts,
         )
 
     def _growth_pages(self, sequence: Sequence) -> int:
@@ -121,10 +122,10 @@ class ColocatedScheduler:
 
     def _schedule_decodes(self, limits: StepLimits) -> Step:
         # Before a decoding sequence is preempted, half-computed prompts give their pages back.
-        step = self.decodes.schedule(dataclasses.replace(limits, may_preempt=False)) or NOTHING
+        step = self.decodes.schedule(NO_PREEMPTION) or NOTHING
         while step.is_short_of_pages and limits.may_preempt:
-            may_preempt = not self.prompts.give_back_youngest()
-            step = self.decodes.schedule(dataclasses.replace(limits, may_preempt=may_preempt)) or NOTHING
+            may_give_back = self.prompts.give_back_youngest()
+            step = self.decodes.schedule(NO_PREEMPTION if may_give_back else limits) or NOTHING
         for sequence in step.preempted:
             known = self._known[sequence.sequence_id]
             known.was_preempted = True
@@ -134,11 +135,13 @@ class ColocatedScheduler:
         return step
 
     def _schedule_prompts(self, limits: StepLimits, token_budget: int) -> Step:
-        has_prompts = self.prompts.num_waiting or self.prompts.num_running
-        limits = dataclasses.replace(
-            limits,
+        if not (self.prompts.num_waiting or self.prompts.num_running):
+            return NOTHING
+        of_prompts = StepLimits(
+            limits.now,
+            limits.tokens_per_second,
             token_budget=max(token_budget, 0),
             max_num_prompts=self._max_num_sequences - self.decodes.num_sequences,
-            reserved_pages=self.decodes.peak_growth_pages if has_prompts else 0,
+            reserved_pages=self.decodes.peak_growth_pages,
         )
-        return self.prompts.schedule(limits) or NOTHING
+        return self.prompts.schedule(of_prompts) or NOTHING

@@ -56,6 +56,9 @@ class WorkerRequest:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the prompt tokens after the first, so far; if asked for."""
 
+    def __post_init__(self) -> None:
+        self._ref_message = self.ref.to_proto()  # made once, for it goes out with every token
+
     @classmethod
     def from_spec(
         cls, session_id: int, ref: RequestRef, spec: worker_pb2.SequenceSpec, now: Callable[[], float]
@@ -118,7 +121,7 @@ class WorkerRequest:
         if finish_reason:
             self.stamps.reach(worker_pb2.STAGE_FINISHED)
         output = worker_pb2.TokenOutput(
-            ref=self.ref.to_proto(),
+            ref=self._ref_message,
             first_index=sequence.num_output_tokens - 1,
             token_ids=[token_id],
             finish_reason=finish_reason,
