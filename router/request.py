@@ -171,11 +171,13 @@ class Request:
 
         The second token may come before the first, since they come from two workers; repeated ones are dropped.
         """
-        self.stamp(list(output.stamps))
-        if not self.output_token_ids:  # a resumed prompt finds part of its own output in a cache
-            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        self.kv_transfer.num_chunks += output.num_chunks
-        if not leg.computes_prompt:
+        if output.stamps:
+            self.stamp(list(output.stamps))
+        if output.num_chunks:
+            self.kv_transfer.num_chunks += output.num_chunks
+            if not self.output_token_ids:  # a resumed prompt finds part of its own output in a cache
+                self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason and not leg.computes_prompt:
             self.kv_transfer.decode_computed_prompt_tokens += output.num_computed_prompt_tokens
         self._add(output)
 
@@ -185,10 +187,11 @@ class Request:
         while (ready := self._early.pop(len(self.output_token_ids), None)) is not None:
             if not self.output_token_ids:
                 self.stamp_now("first_token")
+            if self.num_attempt_tokens == 0:
+                self.retries.brought_token()
+                for leg in self.legs:
+                    leg.has_token = True
             self.output_token_ids += ready.token_ids
-            self.retries.brought_token()
-            for leg in self.legs:
-                leg.has_token = True
             self.is_answered |= ready.finish_reason != inference_pb2.FINISH_REASON_UNSPECIFIED
             self.output.add(ready)
 
