@@ -6,8 +6,6 @@ which attention options and which KV shape each layer needs.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ from engine.checkpoint import check_weights, some_names
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.kv_cache import KvShape
+from engine.model_identity import ModelIdentity, model_identity
+from engine.model_length import max_model_len_of
 from engine.native.rms_norm import replace_rms_norms
 from engine.packed_linear import pack_linears
 
@@ -47,19 +47,6 @@ _KEYWORD_MEANINGS = {"s_aux": "attention sinks", "head_mask": "a mask of heads",
 _HARMLESS_TENSORS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
 """Name suffixes of buffers in old checkpoints; models compute these buffers themselves."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# RoPE kinds whose frequencies depend on the longest sequence of a step: one request would change another's.
-_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """Values that must be equal on two workers before one can use pages of the other."""
-
-    config_hash: str
-    weights_hash: str
-    tokenizer_hash: str
-    rope: str
-    """RoPE parameters as canonical JSON."""
 
 
 @dataclass(frozen=True)
@@ -143,14 +130,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
     except (ValueError, KeyError, OSError) as error:
         raise ModelLoadError(f"--model {config.model}: its config.json can't be read: {error}") from error
     text_config = hf_config.get_text_config()
-    max_model_len = _max_model_len(config, text_config)
+    max_model_len = max_model_len_of(config, text_config)
     _refuse_foreign_state(text_config)
     check_weights(folder)
     # A worker's log is not a terminal. Warnings about weights are not needed: `load_weights` reads the loading info.
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     model = load_weights(folder, dtype, attn_implementation=ATTENTION_NAME)
-    return adopt_model(model.to(device), max_model_len, _identity(folder, hf_config, text_config))
+    return adopt_model(model.to(device), max_model_len, model_identity(folder, hf_config, text_config))
 
 
 def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -342,84 +329,6 @@ def _refuse_foreign_state(text_config: Any) -> None:
             f"model type {text_config.model_type} can't be served: it has layers of kind {', '.join(foreign)}; "
             f"supported are {', '.join(sorted(known))}"
         )
-
-
-def _trained_len(text_config: Any) -> int:
-    """The longest sequence that a model was trained for, in tokens.
-
-    YaRN (Peng et al. 2023, arXiv 2309.00071) multiplies the original length by its factor. Model cards ask users to add
-    YaRN to config.json without a change of `max_position_embeddings`.
-    """
-    trained: int = getattr(text_config, "max_position_embeddings", None) or 2048
-    stretched = [
-        round(rope["factor"] * (rope.get("original_max_position_embeddings") or trained))
-        for rope in _rope_parameters(text_config)
-        if rope.get("rope_type") == "yarn" and rope.get("factor")
-    ]
-    return min(stretched, default=trained)
-
-
-def _max_model_len(config: EngineConfig, text_config: Any) -> int:
-    trained = _trained_len(text_config)
-    wanted = config.max_model_len or trained
-    if wanted > trained:
-        raise ModelLoadError(f"--max-model-len is {wanted}, but the model was trained for {trained} tokens")
-    for rope in _rope_parameters(text_config):
-        if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-            original: int = rope.get("original_max_position_embeddings") or trained
-            if config.max_model_len is None:
-                wanted = min(wanted, original)
-            elif wanted > original:
-                raise UnsupportedModelError(
-                    f"--max-model-len is {wanted}, but beyond {original} tokens this model's {rope['rope_type']} RoPE "
-                    f"depends on the longest sequence of a step; use --max-model-len {original} or less"
-                )
-    return wanted
-
-
-def _rope_parameters(text_config: Any) -> list[dict[str, Any]]:
-    """RoPE parameters, one entry per kind of layer with parameters of its own."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        return [value for value in rope.values() if isinstance(value, dict)]
-    return [rope]
-
-
-def _identity(folder: Path, hf_config: Any, text_config: Any) -> ModelIdentity:
-    config = {
-        name: value
-        for name, value in hf_config.to_dict().items()
-        if name not in {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
-    }
-    rope = json.dumps(_rope_parameters(text_config), sort_keys=True, default=str)
-    return ModelIdentity(
-        config_hash=_sha256(json.dumps(config, sort_keys=True, default=str).encode()),
-        weights_hash=_weights_hash(folder),
-        tokenizer_hash=_file_hash(folder / "tokenizer.json"),
-        rope=rope,
-    )
-
-
-def _weights_hash(folder: Path) -> str:
-    """Identifies a checkpoint without reading all of its bytes: hashes size, header and samples of each file."""
-    digest = hashlib.sha256()
-    sample_bytes, num_samples = 4096, 64
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            for offset in range(0, size, max(1, size // num_samples)):
-                file.seek(offset)
-                digest.update(file.read(sample_bytes))
-    return digest.hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    return _sha256(path.read_bytes()) if path.is_file() else ""
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def set_threads(threads: int | None) -> int:

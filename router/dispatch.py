@@ -12,14 +12,13 @@ import random
 
 from kv_transfer.request_ref import RequestRef
 from protos import kv_pb2, worker_pb2
+from router.binding import bind
 from router.config import RouterConfig
 from router.metrics import RouterMetrics, WaitsFor
 from router.policy import (
     can_serve,
     choose_pair,
     decode_room,
-    model_hashes,
-    uncached_tokens,
 )
 from router.queue_room import QueueRoom
 from router.request import Request, RequestState
@@ -176,7 +175,9 @@ class Dispatcher:
                 break
             self._queue.remove(request)
             try:
-                self._bind(request, pair)
+                self._num_bound += 1
+                bind(request, pair, self._num_bound)
+                self._running[request.ref] = request
             except Exception as error:
                 # A defect of ours must cost this request, not the session of a worker whose event brought us here.
                 log.exception("binding failed", extra={"request_id": request.checked.request_id})
@@ -198,42 +199,6 @@ class Dispatcher:
     def _recheck_waiting(self) -> None:
         self._recheck = None
         self._pump()
-
-    def _bind(self, request: Request, pair: Pair) -> None:
-        """Gives a request to a pair: a leg at each of its workers."""
-        assert pair.prefill.info is not None and pair.decode.info is not None
-        request.attempts[-1].workers = pair.prefill.info.worker_id, pair.decode.info.worker_id
-        request.model_hashes = model_hashes(pair.prefill)
-        self._num_bound += 1
-        self._running[request.ref] = request
-        is_split = len(pair.links) > 1
-        for link in pair.links:
-            leg = Leg(
-                link,
-                request.ref,
-                request.order,
-                computes_prompt=link is pair.prefill,
-                generates=link is pair.decode,
-                num_tokens=request.num_tokens,
-                num_uncached_tokens=uncached_tokens(link, request),
-                is_reserving=is_split and link is pair.decode,
-            )
-            request.legs.append(leg)
-            link.bind(leg, self._num_bound)
-        ref, spec = request.ref.to_proto(), request.spec()
-        if is_split:
-            request.state = RequestState.RESERVING
-            writer = worker_pb2.PageWriter(
-                agent_name=pair.prefill.agent_name,
-                incarnation_id=pair.prefill.info.incarnation_id,
-                address=pair.prefill.info.address,
-            )
-            reserve = worker_pb2.ReserveCommand(ref=ref, spec=spec, writer=writer)
-            pair.decode.send(worker_pb2.SessionRequest(reserve=reserve))
-        else:
-            request.state = RequestState.RUNNING
-            generate = worker_pb2.GenerateCommand(ref=ref, spec=spec)
-            pair.prefill.send_prompt(request.legs[0], worker_pb2.SessionRequest(generate=generate))
 
     # events of workers
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.loader import ATTENTION_NAME, LoadedModel, ModelIdentity, adopt_model
+from engine.loader import ATTENTION_NAME, LoadedModel, adopt_model
+from engine.model_identity import ModelIdentity
 
 LLAMA_3_8B = {
     "vocab_size": 128256,

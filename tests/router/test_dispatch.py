@@ -619,7 +619,8 @@ async def test_cached_tokens_are_the_prompts_whatever_a_resumed_attempt_finds():
         event = wpb.ReservedEvent(ref=request.ref.to_proto(), num_cached_tokens=num_cached)
         rig.event(d, reserved=event)
         output = wpb.TokenOutput(
-            ref=request.ref.to_proto(), first_index=index, token_ids=[token], num_cached_tokens=num_cached, num_chunks=1,
+            ref=request.ref.to_proto(), first_index=index, token_ids=[token], num_cached_tokens=num_cached,
+            num_chunks=1,
         )  # fmt: skip
         rig.event(p, step_output=wpb.StepOutput(outputs=[output]))
 
