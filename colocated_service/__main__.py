@@ -10,12 +10,12 @@ from protos import worker_pb2
 from rpc.process import run_process
 from rpc.prompt_order import SLOWDOWN
 from worker_runtime.errors import EXPECTED_ERRORS
-from worker_runtime.process import TierOfWorker, run_worker
+from worker_runtime.process import WorkerKind, run_worker
 
 
 def serve(config: ColocatedConfig) -> int:
     """Runs the worker until it is told to stop."""
-    tier = TierOfWorker(
+    tier = WorkerKind(
         worker_pb2.TIER_COLOCATED,
         build_loop=lambda parts, runner, rng: ColocatedLoop(parts, runner, config),
         token_budget=config.token_budget,

@@ -19,10 +19,10 @@ from worker_runtime.engine_loop import EngineLoop
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import Refusal, RequestTable
-from worker_runtime.tier import Tier
+from worker_runtime.tier_hooks import TierHooks
 
 
-class ColocatedLoop(Tier):
+class ColocatedLoop(TierHooks):
     """A colocated worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: ColocatedConfig) -> None:
@@ -52,21 +52,22 @@ class ColocatedLoop(Tier):
         return self._loop.is_busy
 
     def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
-        """See `Tier.handle_command`."""
+        """See `TierHooks.handle_command`."""
         if request.WhichOneof("command") != "generate":
             return False
-        self.requests.admit(session_id, request.generate.ref, request.generate.spec, self._schedule)
+        self.requests.admit(session_id, request.generate.ref, request.generate.spec, self._enqueue)
         return True
 
-    def _schedule(self, request: WorkerRequest) -> Refusal | None:
+    def _enqueue(self, request: WorkerRequest) -> Refusal | None:
         max_num_tokens = request.sequence.num_prompt_tokens + request.stop.max_tokens
         if not self.scheduler.can_ever_fit(max_num_tokens):
             message = f"prompt and output of {max_num_tokens} tokens do not fit {self._parts.pool.num_pages} pages"
             return Refusal(worker_pb2.CAUSE_INVALID, message)
-        self.scheduler.add(request.sequence, request.stop.max_tokens, request.priority, request.deadline)
+        max_tokens = request.stop.max_tokens
+        self.scheduler.add(request.sequence, max_tokens, request.priority, request.deadline, request.is_resumed)
         return None
 
     def preempt(self, request: WorkerRequest) -> None:
-        """See `Tier.preempt`. The request stays here: its scheduler has queued it as a prompt again."""
+        """See `TierHooks.preempt`. The request stays here: its scheduler has queued it as a prompt again."""
         self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
         request.was_preempted = True

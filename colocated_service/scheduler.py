@@ -65,10 +65,18 @@ class ColocatedScheduler:
         """Whether a sequence, prompt and longest output, fits an empty pool."""
         return self.decodes.can_ever_fit(num_tokens)
 
-    def add(self, sequence: Sequence, max_tokens: int, priority: int = 0, deadline: float | None = None) -> None:
-        """Queues a prompt. deadline: for its first token, on the clock of `StepLimits.now`."""
+    def add(
+        self,
+        sequence: Sequence,
+        max_tokens: int,
+        priority: int = 0,
+        deadline: float | None = None,
+        is_resumed: bool = False,
+    ) -> None:
+        """Queues a prompt. deadline: for its first token, on the clock of `StepLimits.now`. is_resumed: it goes before
+        new prompts."""
         self._known[sequence.sequence_id] = _Known(sequence, max_tokens, priority)
-        self.prompts.add(sequence, priority, deadline)
+        self.prompts.add(sequence, priority, deadline, is_resumed)
 
     def schedule(self, limits: StepLimits = StepLimits()) -> Step | None:  # noqa: B008
         """See `Scheduler.schedule`."""

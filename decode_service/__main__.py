@@ -15,7 +15,7 @@ from rpc.process import run_process
 from rpc.tls import tls_files
 from worker_runtime.errors import EXPECTED_ERRORS
 from worker_runtime.parts import WorkerParts
-from worker_runtime.process import TierOfWorker, run_worker
+from worker_runtime.process import WorkerKind, run_worker
 
 
 def serve(config: DecodeConfig) -> int:
@@ -25,7 +25,7 @@ def serve(config: DecodeConfig) -> int:
         writers = GrpcWriters(tls_files(config.process))
         return DecodeLoop(parts, runner, TicketRevoker(parts.inbox, writers, parts.clock, rng), config)
 
-    return run_worker(config, TierOfWorker(worker_pb2.TIER_DECODE, build_loop))
+    return run_worker(config, WorkerKind(worker_pb2.TIER_DECODE, build_loop))
 
 
 def run(config: DecodeConfig) -> None:

@@ -33,7 +33,7 @@ from worker_runtime.inbox import InboxMessage, QuarantineTimeout, TicketOverdue,
 from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import FINISHED, Refusal, RequestTable, ended_by
-from worker_runtime.tier import PageOwners, Tier
+from worker_runtime.tier_hooks import PageOwners, TierHooks
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ OVERDUE_SECONDS = 2.0
 SHORTAGES = {"pages": worker_pb2.CAUSE_NO_PAGES, "sequences": worker_pb2.CAUSE_NO_SEQUENCES}
 
 
-class DecodeLoop(Tier):
+class DecodeLoop(TierHooks):
     """A decode worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, revoker: TicketRevoker, config: DecodeConfig) -> None:
@@ -68,7 +68,7 @@ class DecodeLoop(Tier):
     # messages
 
     def handle(self, message: InboxMessage) -> None:
-        """See `Tier.handle`."""
+        """See `TierHooks.handle`."""
         match message:
             case Notification(sender, payload):
                 self._on_notification(sender, payload)
@@ -92,7 +92,7 @@ class DecodeLoop(Tier):
         self._parts.transfers.expect(bool(self.tickets))
 
     def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
-        """See `Tier.handle_command`."""
+        """See `TierHooks.handle_command`."""
         match request.WhichOneof("command"):
             case "reserve":
                 self._reserve(session_id, request.reserve)
@@ -105,7 +105,7 @@ class DecodeLoop(Tier):
         return True
 
     def _reserve(self, session_id: int, command: worker_pb2.ReserveCommand) -> None:
-        request = self.requests.admit(session_id, command.ref, command.spec, self._schedule)
+        request = self.requests.admit(session_id, command.ref, command.spec, self._enqueue)
         if request is None:
             return
         sequence = request.sequence
@@ -129,7 +129,7 @@ class DecodeLoop(Tier):
         )
         self._parts.sessions.add(session_id, worker_pb2.SessionResponse(reserved=reserved))
 
-    def _schedule(self, request: WorkerRequest) -> Refusal | None:
+    def _enqueue(self, request: WorkerRequest) -> Refusal | None:
         ref, max_tokens = request.ref, request.stop.max_tokens
         max_num_tokens = request.sequence.num_prompt_tokens + max_tokens
         if ref in self.tickets:
@@ -199,7 +199,7 @@ class DecodeLoop(Tier):
             self._parts.sessions.add(session_id, worker_pb2.SessionResponse(pair_tested=tested))
 
     def preempt(self, request: WorkerRequest) -> None:
-        """See `Tier.preempt`. The router resumes the request, ahead of new requests."""
+        """See `TierHooks.preempt`. The router resumes the request, ahead of new requests."""
         self._parts.metrics.count_preemption(is_repeated=request.was_preempted)
         reason = "the decode worker ran out of pages"
         self.requests.end(request, ended_by(worker_pb2.CAUSE_NO_PAGES, reason))
@@ -225,11 +225,11 @@ class DecodeLoop(Tier):
             self.tickets.writer_gone(ref)
 
     def has_open_transfers(self) -> bool:
-        """See `Tier.has_open_transfers`."""
+        """See `TierHooks.has_open_transfers`."""
         return bool(self.tickets)
 
     def page_owners(self) -> PageOwners:
-        """See `Tier.page_owners`."""
+        """See `TierHooks.page_owners`."""
         return PageOwners(
             tables=[request.sequence.page_table for request in self.requests], writes=self.tickets.pages_open()
         )

@@ -1,7 +1,7 @@
 """Takes pages back from a writer: asks it to let go of a ticket, until it responds or its process is known to be gone.
 
-Time alone never frees a page: a frozen writer may wake up and write. A writer is gone if its address refuses
-connections, or if another incarnation or another worker responds there. Both count only if the writer itself has
+Time alone never frees a page: a frozen writer may wake up and write. A writer is gone if another incarnation of it
+responds at its address. A refused connection, or a response of another worker, counts only if the writer itself has
 responded at that address before, since an address that is right for the router may lead elsewhere from here. Bytes that
 a dead writer, or one whose write failed, left in the network must land before the pages are given away: such ends ask
 for a fence.

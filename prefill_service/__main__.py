@@ -13,7 +13,7 @@ from rpc.process import run_process
 from rpc.prompt_order import SLOWDOWN
 from worker_runtime.errors import EXPECTED_ERRORS
 from worker_runtime.parts import WorkerParts
-from worker_runtime.process import TierOfWorker, run_worker
+from worker_runtime.process import WorkerKind, run_worker
 
 
 def _add_services(server: aio.Server, parts: WorkerParts) -> None:
@@ -23,7 +23,7 @@ def _add_services(server: aio.Server, parts: WorkerParts) -> None:
 
 def serve(config: PrefillConfig) -> int:
     """Runs the worker until it is told to stop."""
-    tier = TierOfWorker(
+    tier = WorkerKind(
         worker_pb2.TIER_PREFILL,
         build_loop=lambda parts, runner, rng: PrefillLoop(parts, runner, config),
         token_budget=config.token_budget,

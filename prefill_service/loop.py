@@ -31,14 +31,14 @@ from worker_runtime.parts import WorkerParts
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import FINISHED, End, Refusal, RequestTable, ended_by
 from worker_runtime.step import Step
-from worker_runtime.tier import PageOwners, Tier
+from worker_runtime.tier_hooks import PageOwners, TierHooks
 
 REVOKED = End("aborted", message="its ticket was revoked by the owner of the pages")
 MIN_GROUPED_BYTES = 2 << 20
 """Last pages with fewer bytes are sent whole: each write has a cost of its own."""
 
 
-class PrefillLoop(Tier):
+class PrefillLoop(TierHooks):
     """A prefill worker's engine loop and what belongs to this tier. `run` and `turn` are the loop's."""
 
     def __init__(self, parts: WorkerParts, runner: StepRunner, config: PrefillConfig) -> None:
@@ -47,7 +47,7 @@ class PrefillLoop(Tier):
         self._scheduler = PrefillScheduler(
             parts.pool, cache, parts.page_size, config.token_budget, config.max_num_sequences, config.prompt_order
         )
-        self.requests = RequestTable(parts, self._scheduler, self._revoke)
+        self.requests = RequestTable(parts, self._scheduler, self._let_go)
         self._sender = PageSender(parts.pool, parts.transfers, parts.page_bytes, parts.num_layer_groups, parts.clock)
         self._transfers: dict[RequestRef, PageTransfer] = {}
         """Of the requests in the table."""
@@ -70,7 +70,7 @@ class PrefillLoop(Tier):
     # messages
 
     def handle(self, message: InboxMessage) -> None:
-        """See `Tier.handle`."""
+        """See `TierHooks.handle`."""
         match message:
             case SessionClosed(session_id):
                 for agent_name in self._peers.forget_session(session_id):
@@ -90,7 +90,7 @@ class PrefillLoop(Tier):
                 self._parts.metrics.ignored_notifications.inc()
 
     def handle_command(self, session_id: int, request: worker_pb2.SessionRequest) -> bool:
-        """See `Tier.handle_command`."""
+        """See `TierHooks.handle_command`."""
         match request.WhichOneof("command"):
             case "prefill":
                 self._submit(session_id, request.prefill)
@@ -104,7 +104,7 @@ class PrefillLoop(Tier):
         return True
 
     def _submit(self, session_id: int, command: worker_pb2.PrefillCommand) -> None:
-        def schedule(request: WorkerRequest) -> Refusal | None:
+        def enqueue(request: WorkerRequest) -> Refusal | None:
             refusal = self._never_fits(request, command.ticket)
             if refusal is not None:
                 return Refusal(worker_pb2.CAUSE_INVALID, refusal)
@@ -114,10 +114,10 @@ class PrefillLoop(Tier):
                 reason = f"the ticket of request {request.ref} was used or revoked before"
                 return Refusal(worker_pb2.CAUSE_TRANSFER_FAILED, reason)
             self._transfers[request.ref] = transfer
-            self._scheduler.add(request.sequence, request.priority, request.deadline)
+            self._scheduler.add(request.sequence, request.priority, request.deadline, request.is_resumed)
             return None
 
-        self.requests.admit(session_id, command.ref, command.spec, schedule)
+        self.requests.admit(session_id, command.ref, command.spec, enqueue)
 
     def _never_fits(self, request: WorkerRequest, ticket: kv_pb2.PageTicket) -> str | None:
         """Why a prompt can never be computed and sent, or None."""
@@ -131,7 +131,7 @@ class PrefillLoop(Tier):
     # steps
 
     def before_run(self, step: Step) -> OnLayerGroup | None:
-        """See `Tier.before_run`. Cached pages of a prompt are sent while its first chunk is computed."""
+        """See `TierHooks.before_run`. Cached pages of a prompt are sent while its first chunk is computed."""
         now, page_size = self._parts.clock.now(), self._parts.page_size
         for entry in step.prompts:
             request, transfer = self._transfer_of(entry.sequence)
@@ -167,7 +167,7 @@ class PrefillLoop(Tier):
         return send
 
     def after_launch(self, step: Step, is_written: IsWritten | None) -> None:
-        """See `Tier.after_launch`. Finished pages of prompts that are not computed to their end are sent."""
+        """See `TierHooks.after_launch`. Finished pages of prompts that are not computed to their end are sent."""
         self._is_written = is_written
         for entry in step.prompts:
             if entry.sequence.num_uncomputed_tokens:
@@ -175,12 +175,12 @@ class PrefillLoop(Tier):
                 self._send(request, transfer, entry.sequence.num_computed_tokens // self._parts.page_size)
 
     def after_token(self, request: WorkerRequest, token_id: int, output: worker_pb2.TokenOutput) -> None:
-        """See `Tier.after_token`. The first token is this worker's last: the remaining pages are sent with it."""
+        """See `TierHooks.after_token`. The first token is this worker's last: the remaining pages are sent with it."""
         transfer, ended = self._transfers[request.ref], None
         transfer.computed_at = self._parts.clock.now()
         if output.finish_reason:
             request.is_sending = True
-            ended = self._sender.revoke(transfer, "the output ended with its first token", ended_with_first_token=True)
+            ended = self._sender.stop(transfer, "the output ended with its first token", ended_with_first_token=True)
         else:
             num_pages = num_pages_for(request.sequence.num_computed_tokens, self._parts.page_size)
             request.is_sending = self._send(request, transfer, num_pages, first_token=token_id)
@@ -232,9 +232,9 @@ class PrefillLoop(Tier):
             self.requests.end(request, FINISHED)
         self._disconnect_if_unused(transfer.ticket.agent_name)
 
-    def _revoke(self, request: WorkerRequest, reason: str) -> None:
+    def _let_go(self, request: WorkerRequest, reason: str) -> None:
         """A request has ended. Its ticket is not used any more; harmless if everything is sent."""
-        self._on_transfer_ended(self._sender.revoke(self._transfers.pop(request.ref), reason))
+        self._on_transfer_ended(self._sender.stop(self._transfers.pop(request.ref), reason))
 
     def _on_revoked_by_owner(self, asked: kv_pb2.RevokeTicketRequest, on_revoked: OnRevoked) -> None:
         transfer = self._sender.revoked_by_owner(asked, on_revoked)
@@ -243,7 +243,7 @@ class PrefillLoop(Tier):
         if (request := self._request_of(transfer)) is not None:
             self.requests.end(request, REVOKED)
         else:
-            self._on_transfer_ended(self._sender.revoke(transfer, "revoked by its owner"))
+            self._on_transfer_ended(self._sender.stop(transfer, "revoked by its owner"))
 
     def _on_peer_failed(self, agent_name: str, reason: str) -> None:
         """After one transport error a writer gives up every ticket of that peer."""
@@ -263,11 +263,11 @@ class PrefillLoop(Tier):
             self._peers.disconnect_if_unwanted(agent_name)
 
     def has_open_transfers(self) -> bool:
-        """See `Tier.has_open_transfers`."""
+        """See `TierHooks.has_open_transfers`."""
         return bool(self._sender)
 
     def page_owners(self) -> PageOwners:
-        """See `Tier.page_owners`."""
+        """See `TierHooks.page_owners`."""
         return PageOwners(
             tables=[request.sequence.page_table for request in self.requests], reads=self._sender.pages_read()
         )

@@ -1,7 +1,7 @@
 """Sends the pages of prompts to decode workers, ticket by ticket.
 
     open ── pages are written as they are finished ──> everything posted ── all writes ended ──> ended
-      └── revoke: nothing more is started ────────────────────────────────── all writes ended ──> ended, owner is told
+      └── stop: nothing more is started ────────────────────────────────── all writes ended ──> ended, owner is told
 
 A page of ours that an open write reads is pinned. `PageSender` acts on nothing but tickets and pages: whatever ends a
 transfer is returned, and the loop acts on it.
@@ -166,7 +166,7 @@ class PageSender:
         num_bytes = len(write.local_pages) * self._page_bytes
         return num_bytes if write.layer_group is None else num_bytes // self._num_layer_groups
 
-    def revoke(self, transfer: PageTransfer, reason: str, ended_with_first_token: bool = False) -> PageTransfer | None:
+    def stop(self, transfer: PageTransfer, reason: str, ended_with_first_token: bool = False) -> PageTransfer | None:
         """Starts nothing more on a ticket. Returns the transfer if it has ended with this; else it ends with its last
         open write. Its owner hears of it then. Harmless if the transfer has ended."""
         transfer.close_reason = transfer.close_reason or reason
@@ -177,7 +177,7 @@ class PageSender:
     def revoked_by_owner(self, asked: kv_pb2.RevokeTicketRequest, on_revoked: OnRevoked) -> PageTransfer | None:
         """The owner wants its pages back. on_revoked: called once they will not be touched any more.
 
-        Returns the transfer to revoke, if it is open.
+        Returns the transfer to stop, if it is open.
         """
         ticket_id = (asked.agent_name, RequestRef.from_proto(asked.ref))
         transfer = self._open.get(ticket_id)

@@ -1,4 +1,4 @@
-"""The order of prompts, in the router's queue and in the workers' schedulers.
+"""The order of prompts: the router's queue and each worker's scheduler make keys by the same rule.
 
 Prompts are ordered by priority first. Next, requeued requests go before new ones. Then:
 

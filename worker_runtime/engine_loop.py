@@ -1,8 +1,8 @@
 """The loop of every worker: receive, schedule, run, deliver.
 
 `EngineLoop` is composed of a scheduler, a runner of the model, the table of requests, and what its tier adds
-(`tier.py`). Its own thread turns it, or a test or the simulator does (`turn`). Only that thread touches scheduler, page
-pool and requests.
+(`tier_hooks.py`). Its own thread turns it, or a test or the simulator does (`turn`). Only that thread changes
+scheduler, page pool and requests.
 
 With async scheduling a device does not wait for the host: while step n is computed, step n + 1 is scheduled and
 launched with the tokens of step n as they are on the device. Only then does the host wait for the tokens of step n, end
@@ -11,8 +11,10 @@ they are called, each step is delivered before the next one is scheduled.
 
     receive ── schedule n+1 ── launch n+1 ── wait for tokens of n, deliver them ── sample n+1 (penalties need them)
 
-The host must wait for step n + 1 before the turn ends in two cases: filters (see `sample`) and log-probabilities of
-prompts. If pages are short, step n is delivered before step n + 1 is scheduled, since its tokens may free pages.
+`overlap` is the setting for async scheduling. `StepRunner.runs_ahead` says whether the device can do it. Prefill
+workers never use it. The host must wait for step n + 1 before the turn ends if a sequence uses top_p, top_k or min_p
+(see `engine/sampler.py`), or wants log-probabilities of its prompt. If pages are short, step n is delivered before
+step n + 1 is scheduled, since its tokens may free pages.
 
 If the host learns that a sequence has ended while the next step already runs, that step contains one row too many. Its
 token is discarded. The pages of the sequence are freed at once all the same. For a later step that is safe, since a
@@ -46,7 +48,7 @@ from worker_runtime.rate import Rate
 from worker_runtime.request import WorkerRequest
 from worker_runtime.request_table import ABORTED, FINISHED, ORPHANED, RequestTable, ended_by
 from worker_runtime.step import Scheduler, Step, StepLimits
-from worker_runtime.tier import Tier
+from worker_runtime.tier_hooks import TierHooks
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,9 @@ class _StepInFlight:
     """Those that get a token, in the order of `tokens`."""
     tokens: SampledBatch | None
     """None if no sequence gets a token."""
-    is_over_when_delivered: bool
-    """Whether the device is known to be done with it then."""
+    delivery_proves_done: bool
+    """The device computes while it is called, or to wait for the tokens is to wait for the whole step. A chunk without
+    tokens on a GPU proves nothing."""
 
 
 class EngineLoop:
@@ -80,7 +83,7 @@ class EngineLoop:
         cache: PrefixCache,
         scheduler: Scheduler,
         requests: RequestTable,
-        tier: Tier,
+        tier: TierHooks,
         overlap: Overlap = "off",
         token_budget: int = 0,
     ) -> None:
@@ -274,7 +277,7 @@ class EngineLoop:
             request = self._requests.of_sequence(sequence)
             if request is not None:
                 self._append(request, token)
-        if in_flight.is_over_when_delivered:
+        if in_flight.delivery_proves_done:
             self._num_failed_steps = 0
         self._note_time(in_flight)
 
@@ -292,7 +295,7 @@ class EngineLoop:
         now, num_tokens = self._parts.clock.now(), in_flight.step.num_prompt_tokens
         seconds = now - max(in_flight.launched_at, self._delivered_at)
         self._delivered_at = now
-        self._rate.add(num_tokens, seconds, in_flight.is_over_when_delivered, self._least_rated_tokens)
+        self._rate.add(num_tokens, seconds, in_flight.delivery_proves_done, self._least_rated_tokens)
         self._parts.metrics.step_seconds.observe(seconds)
         self._parts.metrics.prompt_tokens.inc(num_tokens)
 

@@ -73,7 +73,7 @@ def _no_services(server: aio.Server, parts: WorkerParts) -> None:
 
 
 @dataclass(frozen=True)
-class TierOfWorker:
+class WorkerKind:
     """What a process of one tier is made of."""
 
     tier: worker_pb2.Tier.ValueType
@@ -94,7 +94,7 @@ class TierOfWorker:
         return worker_pb2.Tier.Name(self.tier).removeprefix("TIER_").lower()
 
 
-def run_worker(config: WorkerConfig, tier: TierOfWorker) -> int:
+def run_worker(config: WorkerConfig, tier: WorkerKind) -> int:
     """Runs a worker process until SIGTERM or SIGINT. Returns the exit code.
 
     Raises ModelLoadError, TransferError, PortInUse or ConfigError if it can't start.
@@ -124,7 +124,7 @@ def run_worker(config: WorkerConfig, tier: TierOfWorker) -> int:
 class WorkerProcess:
     """A worker on an event loop. Built there, run once."""
 
-    def __init__(self, config: WorkerConfig, tier: TierOfWorker, loaded: LoadedModel, kv_cache: KvCache) -> None:
+    def __init__(self, config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache) -> None:
         self._config, self._tier, self._device = config, tier, kv_cache.tensor.device
         self._event_loop = asyncio.get_running_loop()
         self._stop, self._engine_ended = asyncio.Event(), asyncio.Event()
@@ -312,7 +312,7 @@ class WorkerProcess:
                 health.clear_fault(TRANSFERS)
 
 
-def _build_transport(config: WorkerConfig, tier: TierOfWorker, agent_name: str, kv_cache: KvCache) -> Transport:
+def _build_transport(config: WorkerConfig, tier: WorkerKind, agent_name: str, kv_cache: KvCache) -> Transport:
     device = kv_cache.tensor.device
     region = PageRegion(
         kv_cache.base_address,
@@ -328,7 +328,7 @@ def _build_transport(config: WorkerConfig, tier: TierOfWorker, agent_name: str, 
     return NixlTransport(agent_name, region, config.require_rdma)
 
 
-def _build_runner(config: WorkerConfig, tier: TierOfWorker, loaded: LoadedModel, kv_cache: KvCache) -> ModelRunner:
+def _build_runner(config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache) -> ModelRunner:
     most_decoded = 0 if tier.tier == worker_pb2.TIER_PREFILL else config.max_num_sequences
     sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, tier.token_budget, loaded.max_model_len)
     return ModelRunner(loaded, kv_cache, choose_attention(loaded, kv_cache, config.engine.attention), sizes)

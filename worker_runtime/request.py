@@ -35,7 +35,7 @@ class StopRule:
 
 @dataclass(eq=False)
 class WorkerRequest:
-    """A request that a worker has taken. Counters are the truth; the sequence holds the tokens."""
+    """A request that a worker has taken: what it knows beside the sequence, which holds tokens and counters."""
 
     session_id: int
     """Whose it is."""
@@ -82,6 +82,11 @@ class WorkerRequest:
             f"<{self.ref}: {sequence.num_prompt_tokens} prompt, {sequence.num_output_tokens} output, "
             f"{sequence.num_computed_tokens} computed tokens>"
         )
+
+    @property
+    def is_resumed(self) -> bool:
+        """A router requeued it after an earlier attempt, so it goes ahead of new requests here as it did there."""
+        return self.ref.attempt > 0
 
     @property
     def output_token_ids(self) -> list[int]:

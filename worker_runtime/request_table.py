@@ -4,7 +4,8 @@
                   └──> refused: the router is told why, nothing is kept
 
 Every request ends exactly once. `RequestTable.end` counts it, tells the scheduler, tells the router where the router
-does not know, and has the tier let go of what only the tier has.
+does not know, and has the tier let go of what only the tier has. A request that is *finished* is told to the router by
+its last token or, at a prefill worker, by TransferFinished.
 """
 
 from __future__ import annotations
@@ -77,18 +78,18 @@ class RequestTable:
         session_id: int,
         ref: kv_pb2.RequestRef,
         spec: worker_pb2.SequenceSpec,
-        schedule: Callable[[WorkerRequest], Refusal | None],
+        enqueue: Callable[[WorkerRequest], Refusal | None],
     ) -> WorkerRequest | None:
         """Takes a request, or tells its router why not and returns None.
 
-        schedule: gives the request to the scheduler, or says why that can't be done and keeps nothing of the request.
+        enqueue: gives the request to the scheduler, or says why that can't be done and keeps nothing of the request.
         """
         name = RequestRef.from_proto(ref)
         refusal = self._refusal(name, spec)
         request = None
         if refusal is None:
             request = WorkerRequest.from_spec(session_id, name, spec, self._parts.clock.now)
-            refusal = schedule(request)
+            refusal = enqueue(request)
         if refusal is not None or request is None:
             assert refusal is not None
             self._refuse(session_id, name, refusal)

@@ -56,14 +56,22 @@ class Rig:
     def command(self, session_id=1, **command):
         self.inbox.put(SessionCommand(session_id, worker_pb2.SessionRequest(**command)))
 
-    def submit(self, name, token_ids, max_tokens=5, stop_ids=(), lease_ms=0, session_id=1, first_page=0, **options):
+    def submit(
+        self, name, token_ids, max_tokens=5, stop_ids=(), lease_ms=0, session_id=1, first_page=0, attempt=0, **options
+    ):
         pages = -(-len(token_ids) // PAGE_SIZE) - first_page
         ticket = kv_pb2.PageTicket(
-            ref=make_ref(name), agent_name="d/1", page_ids=range(pages), first_page_index=first_page, lease_ms=lease_ms
+            ref=make_ref(name, attempt),
+            agent_name="d/1",
+            page_ids=range(pages),
+            first_page_index=first_page,
+            lease_ms=lease_ms,
         )
         stop = worker_pb2.StopConfig(max_tokens=max_tokens, stop_token_ids=stop_ids)
         spec = make_spec(token_ids, stop=stop, **options)
-        self.command(session_id, prefill=worker_pb2.PrefillCommand(ref=make_ref(name), spec=spec, ticket=ticket))
+        self.command(
+            session_id, prefill=worker_pb2.PrefillCommand(ref=make_ref(name, attempt), spec=spec, ticket=ticket)
+        )
 
     def revoke(self, name, on_revoked):
         """Its owner takes the pages back."""
@@ -476,3 +484,13 @@ def test_a_step_that_went_well_forgives_those_that_failed(rig):
         rig.turn()
     rig.runner.fail = False
     assert len(rig.ended()) > MAX_FAILED_STEPS
+
+
+def test_a_request_that_was_requeued_goes_before_new_ones_as_in_the_routers_queue(rig):
+    rig.submit("running", [9] * 24)
+    rig.turn()
+    rig.submit("new", [1] * 8)
+    rig.submit("resumed", [2] * 8, attempt=1)
+    rig.turn_until(rig.is_at_rest)
+    first_steps = [name for step in rig.runner.steps for name, _ in step]
+    assert first_steps.index("resumed#1") < first_steps.index("new#0")

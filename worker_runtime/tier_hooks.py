@@ -26,7 +26,7 @@ class PageOwners:
     """Pages open to foreign writers."""
 
 
-class Tier:
+class TierHooks:
     """Hooks, with what most tiers do."""
 
     requests: RequestTable
