@@ -28,7 +28,7 @@ FAULTY = [sys.executable, "-m", "tests.faults.faulty_kvferry"]
 
 @dataclass
 class Faults:
-    """What goes wrong from now on. Writes of test pages are spared, unless `probes` is set."""
+    """What goes wrong from now on. Writes of test pages are spared, unless `test_pages` is set."""
 
     stop_at: str = ""
     """Where this process stops itself (SIGSTOP), once: "before post", "after post", "before end"."""
@@ -42,7 +42,7 @@ class Faults:
     """Share of writes whose notification comes some milliseconds after the data, out of order."""
     hang_seconds: float = 0.0
     """How long each post stands in the transport."""
-    probes: bool = False
+    test_pages: bool = False
 
     def write_to(self, path: Path) -> None:
         temporary = path.with_suffix(".new")
@@ -71,7 +71,7 @@ class FaultyTransport:
 
     def write(self, agent_name, local_pages, remote_pages, payload, layer_group=None):
         faults = self.faults()
-        if kv_pb2.KvNotification.FromString(payload).HasField("probe") and not faults.probes:
+        if kv_pb2.KvNotification.FromString(payload).HasField("pair_test") and not faults.test_pages:
             return self._transport.write(agent_name, local_pages, remote_pages, payload, layer_group)
         self._num_writes += 1
         is_there = self._num_writes == faults.countdown + 1
