@@ -62,7 +62,7 @@ def test_up_ends_everything_on_a_signal(up, signum):
     _, log = process.communicate(timeout=30)
     assert process.returncode == 0, log
     assert log.splitlines()[0].startswith("kvferry: starting a router and 1 prefill and 1 decode worker(s)")
-    assert log.splitlines()[-1].endswith("Ctrl-C ends it"), "an ordinary life is quiet to its end"
+    assert log.splitlines()[-1].endswith("Ctrl-C stops the cluster"), "an ordinary life is quiet to its end"
     assert len(log.splitlines()) == 2
     assert gone(all_pids(content))
 
@@ -87,7 +87,7 @@ def test_up_starts_a_dead_worker_again_and_ends_with_its_router(up):
     os.kill(content["router"]["pid"], signal.SIGKILL)
     _, log = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "decode-0 ended with code -9; starting it again" in log
+    assert "decode-0 ended with code -9; restarting the worker" in log
     assert "error: router ended with code -9" in log.splitlines()[-1]
 
 
@@ -347,7 +347,7 @@ def test_a_writer_that_is_not_at_its_address_is_never_paired(tiny_model, tmp_pat
         command += ["--prefill", addresses["prefill"], "--decode", addresses["decode"]]
         started.append(subprocess.Popen(command, stdout=router_log, stderr=router_log))
         said = tmp_path / "router.log"
-        wait_for(lambda: f"advertises {wrong}, where it does not answer" in said.read_text(), 60, "a pair refused")
+        wait_for(lambda: f"advertises {wrong}, where it does not respond" in said.read_text(), 60, "a pair refused")
         assert "pair ready" not in said.read_text()
     finally:
         for process in reversed(started):
