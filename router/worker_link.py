@@ -107,8 +107,8 @@ class WorkerLink:
         self.state, self.reason = "refused", reason
 
     def lost(self, reason: str) -> None:
-        """The session broke. A worker that was never connected is simply not there yet."""
-        self.state, self.reason = "lost" if self.is_open or self.state == "lost" else "connecting", reason
+        """The session broke. Only an open session can be lost; before that the worker is simply not there yet."""
+        self.state, self.reason = "lost" if self.is_open else "connecting", reason
 
     def closed(self) -> None:
         """Commands do not reach the worker any more."""

@@ -217,7 +217,7 @@ def test_a_links_state_says_what_became_of_its_session():
     assert (link.state, link.reason) == ("lost", "the worker ended the session")
     link.closed()
     link.lost("UNAVAILABLE: connection refused")
-    assert link.state == "lost", "it was there once"
+    assert link.state == "connecting", "it is waited for again"
 
 
 def state(rig, link, value, **fields):

@@ -173,6 +173,9 @@ def check(tier, happens, expected):
     worker.run()
     counted = {end: num_ended(worker.rig.metrics, worker.tier, end) for end in ENDS}
     assert {end: number for end, number in counted.items() if number} == expected
+    owners = worker.rig.loop.page_owners()
+    assert worker.rig.pool.check(owners.tables, owners.reads, owners.writes) == [], "pages add up afterwards"
+    assert worker.rig.pool.counts().held == 0
 
 
 def test_a_request_that_is_not_taken_is_refused():
