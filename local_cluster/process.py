@@ -143,10 +143,14 @@ def end_all(processes: list[Process], seconds: float) -> None:
 
 
 def share_of_cores(position: int, num_workers: int) -> tuple[str | None, int]:
-    """Cores (None: any) and compute threads of one of `num_workers` workers."""
+    """Cores (None: any) and compute threads of one of `num_workers` workers.
+
+    position: a worker that joins later counts on past `num_workers` and shares the cores of an earlier one.
+    """
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // num_workers
     if each == 0:
         return None, 1
-    mine = cores[position * each : (position + 1) * each]
+    first = position % num_workers * each
+    mine = cores[first : first + each]
     return ",".join(map(str, mine)), each
