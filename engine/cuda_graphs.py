@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from engine.attention.flashinfer import FlashInferAttention, RecordedPlan
-from engine.loader import PLAN_KEYWORD
+from engine.forward import PLAN_KEYWORD
 from engine.sampler import SampledBatch
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for
 from engine.step_inputs import step_inputs

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine import huge_pages
+
 PAGE_AXES = "layer,kv,head,token,dim"
 MOST_LAYER_GROUPS = 4
 """Most parts into which a page is split to be sent layer by layer."""
@@ -37,11 +39,9 @@ class KvCache:
         self.page_size = page_size
         self.shape = shape
         # Zeros, not uninitialized memory: attention multiplies padding by 0, and 0 * NaN is NaN.
-        self.tensor = torch.zeros(
-            (num_pages + NUM_TEST_PAGES, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        sizes = (num_pages + NUM_TEST_PAGES, shape.num_layers, 2, shape.num_kv_heads, page_size, shape.head_dim)
+        on_host = torch.device(device).type == "cpu"
+        self.tensor = huge_pages.zeros(sizes, dtype) if on_host else torch.zeros(sizes, dtype=dtype, device=device)
 
     @property
     def num_layer_groups(self) -> int:

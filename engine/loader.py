@@ -20,6 +20,8 @@ from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.checkpoint import check_weights, some_names
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError, UnsupportedModelError
+from engine.forward import PLAN_KEYWORD
+from engine.fused_model import FusedModel, fuse
 from engine.kv_cache import KvShape
 from engine.model_identity import ModelIdentity, model_identity
 from engine.model_length import max_model_len_of
@@ -27,7 +29,6 @@ from engine.native.rms_norm import replace_rms_norms
 from engine.packed_linear import pack_linears
 
 ATTENTION_NAME = "kvferry_paged"
-PLAN_KEYWORD = "kvferry_plan"
 
 # Keywords of attention functions that change nothing, since a plan already does what they ask for.
 _HARMLESS_KEYWORDS = frozenset(
@@ -64,6 +65,9 @@ class LoadedModel:
     """A model ready to run, and its properties."""
 
     model: Any
+    """Of `transformers`. Without layers if there is a fused form."""
+    fused: FusedModel | None
+    """What a CPU runs; None: it runs `model`."""
     kv_shape: KvShape
     num_query_heads: int
     attention_options: tuple[AttentionOptions, ...]
@@ -137,7 +141,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     model = load_weights(folder, dtype, attn_implementation=ATTENTION_NAME)
-    return adopt_model(model.to(device), max_model_len, model_identity(folder, hf_config, text_config))
+    identity = model_identity(folder, hf_config, text_config)
+    return adopt_model(model.to(device), max_model_len, identity, may_fuse=config.attention == "auto")
 
 
 def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -189,22 +194,26 @@ def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     return model
 
 
-def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity) -> LoadedModel:
+def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity, may_fuse: bool = True) -> LoadedModel:
     """Makes a `transformers` model, loaded with attention ATTENTION_NAME, ready to run over pages on its device.
 
+    may_fuse: False keeps its layers as they are, for a named attention backend.
     Raises UnsupportedModelError if the model can't be run.
     """
     model = model.eval().requires_grad_(False)
     text_config = model.config.get_text_config()
     vocab_size, num_parameters = _sizes(model)
-    pack_linears(model)
-    replace_rms_norms(model)
     shape, options = _dry_run(model, text_config)
+    fused = fuse(model, shape, options) if may_fuse else None
+    if fused is None:
+        pack_linears(model)
+        replace_rms_norms(model)
     return LoadedModel(
         model=model,
+        fused=fused,
         kv_shape=shape,
         num_query_heads=text_config.num_attention_heads,
-        attention_options=options,
+        attention_options=tuple(dict.fromkeys(options.values())),
         dtype=model.dtype,
         device=model.device,
         vocab_size=vocab_size,
@@ -269,7 +278,7 @@ class _DryRunPlan:
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int, int]] = {}
-        self.options: dict[AttentionOptions, None] = {}
+        self.options: dict[int, AttentionOptions] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -280,11 +289,11 @@ class _DryRunPlan:
         if query.shape[1] % key.shape[1]:
             raise UnsupportedModelError(f"{query.shape[1]} query heads can't share {key.shape[1]} KV heads evenly")
         self.layers[layer] = (key.shape[1], key.shape[2], value.shape[2])
-        self.options[options] = None
+        self.options[layer] = options
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
-def _dry_run(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOptions, ...]]:
+def _dry_run(model: Any, text_config: Any) -> tuple[KvShape, dict[int, AttentionOptions]]:
     plan = _DryRunPlan()
     num_tokens = 3
     name = text_config.model_type
@@ -318,7 +327,7 @@ def _dry_run(model: Any, text_config: Any) -> tuple[KvShape, tuple[AttentionOpti
         raise UnsupportedModelError(
             f"model type {name} can't be served: keys have {key_dim} elements per head, values {value_dim}"
         )
-    return KvShape(num_layers, num_kv_heads, key_dim), tuple(plan.options)
+    return KvShape(num_layers, num_kv_heads, key_dim), plan.options
 
 
 def _refuse_foreign_state(text_config: Any) -> None:

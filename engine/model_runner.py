@@ -7,29 +7,26 @@ waits for the step before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend, AttentionOptions, AttentionPlan
+from engine.attention.base import AttentionBackend
 from engine.attention.choice import choose_attention
 from engine.attention.flashinfer import FlashInferAttention
 from engine.cuda_graphs import GraphSizes, StepGraphs
 from engine.device import DeviceEvent, IsWritten, to_device
+from engine.forward import Forward, OnLayerGroup, TransformersForward
+from engine.fused_model import FusedForward
 from engine.kv_cache import KvCache
-from engine.loader import PLAN_KEYWORD, LoadedModel
+from engine.loader import LoadedModel
 from engine.sampler import SampledBatch, sample
 from engine.sequence import ScheduledSequence, Sequence
 from engine.step_inputs import step_inputs
 
 log = logging.getLogger(__name__)
-
-OnLayerGroup = Callable[[int, IsWritten | None], None]
-"""Called during a step with the index of a layer group. With `IsWritten`: writing the group's K and V is launched, and
-`IsWritten` tells when they can be read. With None: K and V are in their pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +93,17 @@ class ModelRunner:
         backend: AttentionBackend | None = None,
         graph_sizes: GraphSizes | None = None,
     ) -> None:
-        """graph_sizes: steps to record as CUDA graphs; used with FlashInfer only."""
-        self._model: Any = loaded.model
+        """backend: of attention; None: the fused model if there is one, else the fastest backend that can run here.
+        graph_sizes: steps to record as CUDA graphs; used with FlashInfer only.
+        """
         self._device = kv_cache.tensor.device
-        self._layers_per_group = loaded.kv_shape.num_layers // kv_cache.num_layer_groups
-        self.backend: AttentionBackend = backend or choose_attention(loaded, kv_cache)
+        self.backend: AttentionBackend | None = backend
+        if backend is None and loaded.fused is not None:
+            self._forward: Forward = FusedForward(loaded.fused, kv_cache)
+        else:
+            self.backend = backend or choose_attention(loaded, kv_cache)
+            num_layers, num_groups = loaded.kv_shape.num_layers, kv_cache.num_layer_groups
+            self._forward = TransformersForward(loaded.model, self.backend, num_layers, num_groups, self._device)
         self._graphs = self._record(loaded, graph_sizes)
         self._last_step: DeviceEvent | None = None
 
@@ -114,7 +117,7 @@ class ModelRunner:
         ):
             return None
         try:
-            return StepGraphs(self._model, self.backend, sizes, loaded.max_model_len)
+            return StepGraphs(loaded.model, self.backend, sizes, loaded.max_model_len)
         except RuntimeError as error:
             log.warning("steps run without CUDA graphs, because this model's steps can't be recorded: %s", error)
             return None
@@ -171,25 +174,22 @@ class ModelRunner:
             if entry.is_sampled:
                 sampled.append(entry)
                 sampled_rows.append(num_tokens - 1)
-        plan = self.backend.plan(batch)
-        if on_layer_group is not None:
-            plan = _GroupedPlan(plan, self._layers_per_group, on_layer_group, self._device)
         token_ids, positions = step_inputs(batch, previous, self._device)
-        inputs = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, PLAN_KEYWORD: plan}
+        rows = (
+            to_device(torch.tensor(sampled_rows + prompt_rows), self._device) if sampled_rows or prompt_rows else None
+        )
+        all_logits = self._forward.run(batch, token_ids, positions, rows, on_layer_group)
         logits: torch.Tensor | None = None
         of_prompts: list[PromptLogits] = []
-        if sampled_rows or prompt_rows:
-            rows = to_device(torch.tensor(sampled_rows + prompt_rows), self._device)
-            all_logits = self._model(**inputs, logits_to_keep=rows).logits[0].float()
+        if all_logits is not None:
             logits = all_logits[: len(sampled)] if sampled else None
-            pieces = all_logits[len(sampled) :].split([entry.num_new_tokens for entry in prompts]) if prompts else ()
+            pieces = (
+                torch.split(all_logits[len(sampled) :], [entry.num_new_tokens for entry in prompts]) if prompts else ()
+            )
             of_prompts = [
                 PromptLogits(entry.sequence, entry.sequence.num_computed_tokens, piece)
                 for entry, piece in zip(prompts, pieces, strict=True)
             ]
-        else:
-            # Nothing is sampled, for example after a middle chunk: skip the LM head.
-            self._model.base_model(**inputs)
         return StepLogits(sampled, logits, of_prompts, self._launched())
 
     def _launched(self) -> IsWritten | None:
@@ -206,23 +206,3 @@ class ModelRunner:
 def _wants_prompt_logits(entry: ScheduledSequence) -> bool:
     sequence = entry.sequence
     return sequence.sampling.prompt_logprobs and sequence.num_computed_tokens < sequence.num_prompt_tokens
-
-
-class _GroupedPlan:
-    """A plan that calls `on_layer_group` after each group of layers."""
-
-    def __init__(
-        self, plan: AttentionPlan, layers_per_group: int, on_layer_group: OnLayerGroup, device: torch.device
-    ) -> None:
-        self._plan, self._layers_per_group = plan, layers_per_group
-        self._on_layer_group, self._device = on_layer_group, device
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        """See `AttentionPlan.attend`."""
-        output = self._plan.attend(layer, query, key, value, options)
-        if (layer + 1) % self._layers_per_group == 0:
-            is_written = DeviceEvent().is_done if self._device.type == "cuda" else None
-            self._on_layer_group(layer // self._layers_per_group, is_written)
-        return output

@@ -14,7 +14,8 @@ or written. Once the open writes have ended, the decode worker hears that its pa
 from __future__ import annotations
 
 from engine.device import IsWritten
-from engine.model_runner import OnLayerGroup, StepRunner
+from engine.forward import OnLayerGroup
+from engine.model_runner import StepRunner
 from engine.prefix_cache import PrefixCache
 from engine.sequence import Sequence, num_pages_for
 from kv_transfer.base import Notification

@@ -85,8 +85,8 @@ FAMILIES = {
 }
 
 
-def make_tiny_model(family: str, folder: Path, max_model_len: int = 512) -> Path:
-    """Saves a random model of a family in fp32 and returns its folder."""
+def make_tiny_model(family: str, folder: Path, max_model_len: int = 512, **options: Any) -> Path:
+    """Saves a random model of a family in fp32 and returns its folder. options: of the config, before all others."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         FAMILIES[family].model_type or family,
@@ -102,7 +102,8 @@ def make_tiny_model(family: str, folder: Path, max_model_len: int = 512) -> Path
             "eos_token_id": EOS,
             "initializer_range": 0.2,
         }
-        | FAMILIES[family].options,
+        | FAMILIES[family].options
+        | options,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)

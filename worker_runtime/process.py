@@ -2,9 +2,10 @@
 
     build ──> start ──> ready ── SIGTERM ──> drain ──> stop
 
-Building makes model, page pool, transport, loop and server. Starting starts the two threads (engine, transfers) and
-listens. Draining finishes or hands over what runs. Stopping ends the threads first and closes the port last: a closed
-port tells other workers that this process writes nothing any more.
+Building makes model, page pool, transport, loop and server. The engine thread loads the model and keeps it
+(`engine_thread.py`). Starting starts the loop on that thread and the transfer thread, and listens. Draining finishes or
+hands over what runs. Stopping ends the threads first and closes the port last: a closed port tells other workers that
+this process writes nothing any more.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import functools
 import logging
 import os
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from grpc import aio
 from engine.attention.choice import choose_attention
 from engine.cuda_graphs import graph_sizes
 from engine.kv_cache import PAGE_AXES, KvCache
-from engine.loader import LoadedModel, load_model, set_threads
+from engine.loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner, StepRunner
 from engine.page_pool import PagePool
 from kv_transfer.base import PageRegion, Transport
@@ -43,6 +43,7 @@ from rpc.process import install_stop_signals, prepare_process, write_ready_file
 from rpc.server import RpcServer, try_ports
 from rpc.tls import tls_files
 from worker_runtime.config import WorkerConfig, default_worker_id, new_incarnation_id
+from worker_runtime.engine_thread import EngineThread
 from worker_runtime.health import TRANSFERS, Health
 from worker_runtime.inbox import Drain, Inbox, Stop
 from worker_runtime.metrics import WorkerMetrics
@@ -101,31 +102,39 @@ def run_worker(config: WorkerConfig, tier: WorkerKind) -> int:
     """
     prepare_process(config.process)
     try_ports(config.process)
-    threads, started = set_threads(config.engine.threads), time.monotonic()
-    loaded = load_model(config.engine)
+    engine, started = EngineThread(config.engine.threads), time.monotonic()
+    loaded, kv_cache = engine.call(lambda: _load(config, tier))
     about = {
         "model": config.engine.model,
         "dtype": _dtype_name(loaded.dtype),
         "device": str(loaded.device),
-        "threads": threads,
+        "threads": engine.num_threads,
+        "fused": loaded.fused is not None,
         "seconds": round(time.monotonic() - started, 2),
     }
     log.info("model loaded", extra=about)
     _use_device(loaded.device)
-    num_pages = num_pool_pages(config.engine, loaded, tier.token_budget, config.max_num_sequences)
-    kv_cache = KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
 
     async def serve() -> int:
-        return await WorkerProcess(config, tier, loaded, kv_cache).run()
+        return await WorkerProcess(config, tier, engine, loaded, kv_cache).run()
 
     return asyncio.run(serve())
+
+
+def _load(config: WorkerConfig, tier: WorkerKind) -> tuple[LoadedModel, KvCache]:
+    loaded = load_model(config.engine)
+    _use_device(loaded.device)
+    num_pages = num_pool_pages(config.engine, loaded, tier.token_budget, config.max_num_sequences)
+    return loaded, KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
 
 
 class WorkerProcess:
     """A worker on an event loop. Built there, run once."""
 
-    def __init__(self, config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache) -> None:
-        self._config, self._tier, self._device = config, tier, kv_cache.tensor.device
+    def __init__(
+        self, config: WorkerConfig, tier: WorkerKind, engine: EngineThread, loaded: LoadedModel, kv_cache: KvCache
+    ) -> None:
+        self._config, self._tier, self._device, self._engine = config, tier, kv_cache.tensor.device, engine
         self._event_loop = asyncio.get_running_loop()
         self._stop, self._engine_ended = asyncio.Event(), asyncio.Event()
         self._engine_failed = False
@@ -135,8 +144,8 @@ class WorkerProcess:
         names = ["kvferry.v1.WorkerService", *tier.service_names]
         self._server = RpcServer(process.host, process.port, names, tls_files(process), health_port=process.health_port)
         self._parts = parts = self._build_parts(loaded, kv_cache)
-        runner = _build_runner(config, tier, loaded, kv_cache)
-        self._loop = tier.build_loop(parts, runner, random.Random())
+        runner = engine.call(lambda: _build_runner(config, tier, loaded, kv_cache))
+        self._loop = engine.call(lambda: tier.build_loop(parts, runner, random.Random()))
         info = worker_pb2.WorkerInfo(
             worker_id=parts.worker_id,
             incarnation_id=parts.incarnation_id,
@@ -149,7 +158,6 @@ class WorkerProcess:
         servicer = SessionServicer(info, parts.inbox, parts.sessions, parts.health)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         tier.add_services(self._server.server, parts)
-        self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
 
     def _build_parts(self, loaded: LoadedModel, kv_cache: KvCache) -> WorkerParts:
         config = self._config
@@ -171,7 +179,7 @@ class WorkerProcess:
             metrics=WorkerMetrics(self._tier.name, pool, kv_cache.page_size, config.max_num_sequences),
             clock=clock,
             health=Health(clock, on_change=lambda: self._on_event_loop(self._publish_health)),
-            test_pages=KvTestPages(kv_cache),
+            test_pages=self._engine.call(lambda: KvTestPages(kv_cache)),
             worker_id=worker_id,
             incarnation_id=incarnation_id,
             agent_name=agent_name,
@@ -202,7 +210,7 @@ class WorkerProcess:
         parts, process = self._parts, self._config.process
         metrics_port = serve_metrics(parts.metrics.registry, process.host, process.metrics_port)
         parts.transfers.start()
-        self._engine_thread.start()
+        self._engine.run_last(self._run_engine)
         await self._server.start()
         await self._server.set_ready(True)
         self._run_in_background(parts.sessions.beat_for_ever())
@@ -246,14 +254,14 @@ class WorkerProcess:
     async def stop(self) -> int:
         """Ends the threads, then the server. Returns the exit code."""
         parts = self._parts
-        await asyncio.to_thread(self._engine_thread.join, STOP_GRACE_SECONDS)
+        await asyncio.to_thread(self._engine.thread.join, STOP_GRACE_SECONDS)
         await asyncio.to_thread(parts.transfers.stop, STOP_GRACE_SECONDS)
         for task in self._background:
             task.cancel()
         parts.sessions.end_all()
-        if self._engine_thread.is_alive() or parts.transfers.is_alive:
+        if self._engine.thread.is_alive() or parts.transfers.is_alive:
             # Something may still write, so the port must not close before this process ends.
-            about = {"engine": self._engine_thread.is_alive(), "transfers": parts.transfers.is_alive}
+            about = {"engine": self._engine.thread.is_alive(), "transfers": parts.transfers.is_alive}
             log.error("a thread does not end", extra=about)
             await asyncio.sleep(LAST_EVENTS_SECONDS)
             os._exit(1)
@@ -262,9 +270,8 @@ class WorkerProcess:
         return 1 if self._engine_failed else 0
 
     def _run_engine(self) -> None:
-        """The engine thread."""
+        """The engine thread's last work."""
         try:
-            _use_device(self._device)
             self._loop.run()
         except BaseException:
             log.exception("the engine loop died")
@@ -302,7 +309,7 @@ class WorkerProcess:
             await asyncio.sleep(WATCH_SECONDS)
             if time.monotonic() - slept_at > 4 * WATCH_SECONDS:
                 continue  # this process itself was stopped: the threads have not had their turn yet either
-            stack = health.watch_engine(self._engine_thread, limit_seconds)
+            stack = health.watch_engine(self._engine.thread, limit_seconds)
             if stack is not None:
                 log.error("the engine makes no progress; it stands here:\n%s", stack)
             standing = transfers.standing_seconds()
@@ -331,7 +338,8 @@ def _build_transport(config: WorkerConfig, tier: WorkerKind, agent_name: str, kv
 def _build_runner(config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache) -> ModelRunner:
     most_decoded = 0 if tier.tier == worker_pb2.TIER_PREFILL else config.max_num_sequences
     sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, tier.token_budget, loaded.max_model_len)
-    return ModelRunner(loaded, kv_cache, choose_attention(loaded, kv_cache, config.engine.attention), sizes)
+    name = config.engine.attention
+    return ModelRunner(loaded, kv_cache, None if name == "auto" else choose_attention(loaded, kv_cache, name), sizes)
 
 
 def _use_device(device: torch.device) -> None:

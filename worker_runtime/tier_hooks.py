@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.device import IsWritten
-from engine.model_runner import OnLayerGroup
+from engine.forward import OnLayerGroup
 from protos import worker_pb2
 from worker_runtime.inbox import InboxMessage
 from worker_runtime.request import WorkerRequest

@@ -27,7 +27,8 @@ from colocated_service.config import ColocatedConfig
 from colocated_service.loop import ColocatedLoop
 from engine.attention.flashinfer import lay_out
 from engine.config import EngineConfig
-from engine.model_runner import OnLayerGroup, StepLogits, StepRunner
+from engine.forward import OnLayerGroup
+from engine.model_runner import StepLogits, StepRunner
 from engine.page_pool import PagePool
 from engine.sampler import SampledBatch, sample
 from engine.sequence import ScheduledSequence, Sequence, num_pages_for

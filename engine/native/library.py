@@ -1,4 +1,4 @@
-"""Compiles and loads `kernels.c`. Without a C compiler the engine runs in plain torch, more slowly.
+"""Compiles and loads the C sources of this folder. Without a C compiler the engine runs in plain torch, more slowly.
 
 The library is kept in the cache folder. Its file name has a hash of source, flags and processor.
 """
@@ -23,7 +23,8 @@ from engine.model_store import cache_folder
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.c")
+FOLDER = Path(__file__).parent
+SOURCES = ("kernels.c", "decoder.c")
 # No -ffast-math: linking with this flag would flush denormal numbers to zero in the whole process.
 FLAGS = ["-O3", "-march=native", "-shared", "-fPIC", "-fopenmp", "-std=gnu11"]
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"]
@@ -51,9 +52,10 @@ def _compiled(compiler: str) -> Path:
     openmp = _torch_openmp()
     # torch's own OpenMP runtime: a second runtime would start threads that compete for the same cores.
     link = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp is not None else []
-    key = hashlib.sha256(
-        "\0".join([SOURCE.read_text(), *command, *link, platform.machine(), _processor()]).encode()
-    ).hexdigest()[:16]
+    texts = [path.read_text() for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")])]
+    key = hashlib.sha256("\0".join([*texts, *command, *link, platform.machine(), _processor()]).encode()).hexdigest()[
+        :16
+    ]
     target = cache_folder() / "native" / f"kernels-{key}.so"
     if target.is_file():
         return target
@@ -63,7 +65,7 @@ def _compiled(compiler: str) -> Path:
             return target
         log.info("compiling the native kernels; this happens once")
         made = Path(folder) / "kernels.so"
-        full = [*command, str(SOURCE), "-o", str(made), *link, "-lm"]
+        full = [*command, *(str(FOLDER / name) for name in SOURCES), "-o", str(made), *link, "-lm"]
         subprocess.run(full, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
         made.replace(target)
     return target
@@ -126,4 +128,12 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.kvferry_attend_decode.restype = None
     library.kvferry_rms_norm.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
     library.kvferry_rms_norm.restype = None
+    if hasattr(library, "kvferry_run_layers"):  # the processor has bf16 instructions
+        pointer, number = ctypes.c_void_p, ctypes.c_int32
+        library.kvferry_run_layers.argtypes = [pointer] * 2
+        library.kvferry_run_head.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] + [pointer] * 2
+        library.kvferry_run_head.argtypes += [number]
+        library.kvferry_pack.argtypes = [pointer, number, number, pointer, number, number]
+        for name in ("kvferry_run_layers", "kvferry_run_head", "kvferry_pack"):
+            getattr(library, name).restype = None
     return library

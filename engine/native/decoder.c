@@ -1,0 +1,511 @@
+/* The layers of a decoder-only transformer for one step, in one call: products on packed bf16 weights with what
+ * surrounds them (norms, rotary embedding, the store of K and V, attention over pages, gated activations, residuals).
+ *
+ * The threads of a step go from phase to phase together (`team.h`). A thread owns outputs of a product, so it can finish
+ * them (bias, activation, residual) while they are in its cache. The residual stream is fp32. Sums of a row are added in
+ * an order that does not depend on other rows, unless the processor has AMX.
+ */
+#ifdef __AVX512BF16__
+
+#include <omp.h>
+
+#include "decode_attention.h"
+#include "matmul.h"
+#include "team.h"
+
+#define CHUNK_KEYS 64       /* keys that a block of queries attends to at once */
+#define FEW_ROWS 8          /* so few rows are normed by each thread for itself, which saves a phase */
+
+typedef struct {
+    const bf16 *packed;     /* see matmul.h; outputs are padded to whole blocks */
+    const float *bias;      /* [outputs]; NULL: none */
+    int32_t inputs, outputs;
+} Linear;
+
+typedef struct {
+    /* Weights of RMS norms; NULL: there is none. After attention and MLP: before the residual is added. */
+    const float *attention_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;
+    const float *query_norm, *key_norm; /* [head_dim] */
+    Linear qkv;             /* query heads, key heads, value heads */
+    Linear output;
+    Linear gate_up;         /* blocks of gate and up in turns */
+    Linear down;
+    int32_t window, rotates; /* window 0: none */
+    float scaling, softcap;  /* of attention scores; softcap 0: none */
+} Layer;
+
+enum { SILU, GELU_TANH };
+
+typedef struct {
+    const Layer *layers;
+    bf16 *cache;
+    int64_t page_stride, layer_stride; /* elements */
+    int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, rotary_dim, page_size, activation;
+    float epsilon, residual_scale;
+} Decoder;
+
+typedef struct {
+    int32_t num_tokens, num_sequences, max_pages, first_layer, last_layer, num_threads, num_splits, num_chunks;
+    float *hidden;            /* [tokens, hidden]: the residual stream, in and out */
+    const float *cos, *sin;   /* [tokens, rotary_dim / 2] */
+    const int32_t *page_tables; /* [sequences, max_pages] */
+    const int32_t *first_token, *num_new, *num_computed, *lengths; /* [sequences]; lengths: new tokens included */
+    const int64_t *pack_offset; /* [sequences] where a chunk's packed K and V begin in `packed_kv` */
+    int64_t *slots;           /* [tokens]: where in a layer of the cache a token's first K head goes */
+    /* Scratch. Rows are padded to a multiple of AMX_ROWS. */
+    bf16 *normed;             /* [tokens, hidden], or [threads, FEW_ROWS padded, hidden] */
+    bf16 *qkv;                /* [tokens, (heads + 2 kv heads) * head_dim] */
+    bf16 *attended;           /* [tokens, heads * head_dim] */
+    bf16 *activated;          /* [tokens, intermediate] */
+    float *branch;            /* [tokens, hidden]: outputs that are normed before they are added */
+    bf16 *packed_kv;          /* of all chunks */
+    float *partial;           /* see Attention */
+} Step;
+
+typedef struct {
+    const Decoder *d;
+    const Step *s;
+    Team *team;
+    int thread;
+} Worker;
+
+static inline int padded(int rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; }
+
+/* Norms. */
+
+static void rms_norm(const float *x, const float *weight, bf16 *y, int width, float epsilon) {
+    floats squares = {0};
+    for (int i = 0; i < width; i += LANES) {
+        floats v;
+        memcpy(&v, x + i, sizeof v);
+        squares += v * v;
+    }
+    const float scale = 1.0f / sqrtf(sum_of_lanes(squares) / (float)width + epsilon);
+    for (int i = 0; i < width; i += LANES) {
+        const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(scale));
+        const __m256bh half = _mm512_cvtneps_pbh(_mm512_mul_ps(v, _mm512_loadu_ps(weight + i)));
+        memcpy(y + i, &half, sizeof half);
+    }
+}
+
+/* The normed residual stream. Returns rows that this thread can read at once. */
+static const bf16 *norm_rows(const Worker *w, const float *weight) {
+    const Step *s = w->s;
+    const int width = w->d->hidden;
+    if (s->num_tokens <= FEW_ROWS) {
+        bf16 *mine = s->normed + (int64_t)w->thread * padded(FEW_ROWS) * width;
+        for (int row = 0; row < s->num_tokens; row++)
+            rms_norm(s->hidden + (int64_t)row * width, weight, mine + (int64_t)row * width, width, w->d->epsilon);
+        return mine;
+    }
+    int first, last;
+    share(s->num_tokens, 1, w->thread, s->num_threads, &first, &last);
+    for (int64_t row = first; row < last; row++)
+        rms_norm(s->hidden + row * width, weight, s->normed + row * width, width, w->d->epsilon);
+    meet(w->team);
+    return s->normed;
+}
+
+/* Adds normed outputs of a branch to the residual stream, where the model norms them. */
+static void add_normed_branch(const Worker *w, const float *weight) {
+    const Step *s = w->s;
+    const int width = w->d->hidden;
+    int first, last;
+    meet(w->team);
+    share(s->num_tokens, 1, w->thread, s->num_threads, &first, &last);
+    for (int64_t row = first; row < last; row++) {
+        const float *x = s->branch + row * width;
+        float *y = s->hidden + row * width, squares = 0.0f;
+        for (int i = 0; i < width; i++) squares += x[i] * x[i];
+        const float scale = w->d->residual_scale / sqrtf(squares / (float)width + w->d->epsilon);
+        for (int i = 0; i < width; i++) y[i] += x[i] * scale * weight[i];
+    }
+}
+
+/* Products. */
+
+static inline floats sigmoid(floats x) {
+    const floats e = exp_negative(choose(x < 0.0f, x, -x));
+    return choose(x < 0.0f, e, (floats){0} + 1.0f) / (e + 1.0f);
+}
+
+static inline floats activate(floats x, int activation) {
+    if (activation == SILU) return x * sigmoid(x);
+    return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 0.5 (1 + tanh(z)) is sigmoid(2 z) */
+}
+
+static inline void store_bf16(bf16 *target, floats values) {
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)values);
+    memcpy(target, &half, sizeof half);
+}
+
+typedef enum { TO_BF16, TO_FP32, ADD_TO_FP32, GATED } Finish;
+
+typedef struct {
+    Finish finish;
+    void *output;          /* bf16 or fp32, as `finish` says */
+    int64_t row;           /* elements from one row to the next */
+    float scale;           /* for ADD_TO_FP32 */
+    int activation;        /* for GATED */
+} Target;
+
+static void finish_tile(const Linear *l, const Target *t, float *tile, int row, int rows, int block, int blocks) {
+    for (int r = 0; r < rows; r++) {
+        float *sums = tile + r * TILE_COLUMNS;
+        const int64_t at = (row + r) * t->row;
+        for (int n = 0; l->bias && n < blocks * BLOCK; n++) sums[n] += l->bias[block * BLOCK + n];
+        for (int n = 0; n < blocks; n++) {
+            floats values;
+            memcpy(&values, sums + n * BLOCK, sizeof values);
+            const int64_t column = at + (int64_t)(block + n) * BLOCK;
+            switch (t->finish) {
+                case TO_BF16: store_bf16((bf16 *)t->output + column, values); break;
+                case TO_FP32: memcpy((float *)t->output + column, &values, sizeof values); break;
+                case ADD_TO_FP32: {
+                    floats before;
+                    memcpy(&before, (float *)t->output + column, sizeof before);
+                    before += values * t->scale;
+                    memcpy((float *)t->output + column, &before, sizeof before);
+                    break;
+                }
+                case GATED: {
+                    floats up;
+                    memcpy(&up, sums + ++n * BLOCK, sizeof up);
+                    store_bf16((bf16 *)t->output + at + (int64_t)(block + n - 1) / 2 * BLOCK,
+                               activate(values, t->activation) * up);
+                    break;
+                }
+            }
+        }
+    }
+}
+
+/* This thread's outputs of a product, for all rows. */
+static void linear(const Worker *w, const Linear *l, const bf16 *x, int num_rows, const Target *target) {
+    const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK;
+    const int64_t block_size = (int64_t)l->inputs * BLOCK;
+    float tile[TILE_ROWS * TILE_COLUMNS] __attribute__((aligned(64)));
+    int first, last;
+    share(num_blocks, target->finish == GATED ? 2 : 1, w->thread, w->team->num_threads, &first, &last);
+    for (int block = first; block < last; block += MAX_BLOCKS) {
+        const int blocks = last - block < MAX_BLOCKS ? last - block : MAX_BLOCKS;
+        for (int row = 0; row < num_rows; row += TILE_ROWS) {
+            const int rows = num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS;
+            for (int k = 0; k < l->inputs; k += MAX_INPUTS) {
+                const int inputs = l->inputs - k < MAX_INPUTS ? l->inputs - k : MAX_INPUTS;
+                multiply(x + (int64_t)row * l->inputs + k, l->inputs, rows,
+                         l->packed + block * block_size + (int64_t)k * BLOCK, block_size, blocks, inputs, tile,
+                         TILE_COLUMNS, k > 0);
+            }
+            finish_tile(l, target, tile, row, rows, block, blocks);
+        }
+    }
+}
+
+/* Rotary embedding, and the store of K and V. */
+
+/* Norms and rotates a head in place, as in transformers: element i with element i + rotary_dim / 2. */
+static void prepare_head(const Decoder *d, bf16 *head, const float *norm, const float *cos, const float *sin) {
+    float x[MAX_HEAD_DIM];
+    const int half = d->rotary_dim / 2;
+    for (int i = 0; i < d->head_dim; i++) x[i] = to_float(head[i]);
+    if (norm) {
+        float squares = 0.0f;
+        for (int i = 0; i < d->head_dim; i++) squares += x[i] * x[i];
+        const float scale = 1.0f / sqrtf(squares / (float)d->head_dim + d->epsilon);
+        for (int i = 0; i < d->head_dim; i++) x[i] *= scale * norm[i];
+    }
+    if (cos)
+        for (int i = 0; i < half; i++) {
+            const float a = x[i], b = x[i + half];
+            x[i] = a * cos[i] - b * sin[i];
+            x[i + half] = b * cos[i] + a * sin[i];
+        }
+    for (int i = 0; i < d->head_dim; i++) head[i] = to_bf16(x[i]);
+}
+
+static void rotate_and_store(const Worker *w, const Layer *layer, int index) {
+    const Decoder *d = w->d;
+    const Step *s = w->s;
+    const int D = d->head_dim, num_heads = d->num_heads + 2 * d->num_kv_heads, half = d->rotary_dim / 2;
+    const int64_t row = (int64_t)num_heads * D, head_stride = (int64_t)d->page_size * D;
+    int first, last;
+    share(s->num_tokens * num_heads, 1, w->thread, s->num_threads, &first, &last);
+    for (int task = first; task < last; task++) {
+        const int64_t token = task / num_heads;
+        const int head = task % num_heads, kv_head = (head - d->num_heads) % d->num_kv_heads;
+        bf16 *x = s->qkv + token * row + (int64_t)head * D;
+        const float *cos = layer->rotates ? s->cos + token * half : NULL;
+        bf16 *slot = d->cache + index * d->layer_stride + s->slots[token] + kv_head * head_stride;
+        if (head < d->num_heads) {
+            prepare_head(d, x, layer->query_norm, cos, s->sin + token * half);
+        } else if (head < d->num_heads + d->num_kv_heads) {
+            prepare_head(d, x, layer->key_norm, cos, s->sin + token * half);
+            memcpy(slot, x, D * sizeof(bf16));
+        } else {
+            memcpy(slot + d->num_kv_heads * head_stride, x, D * sizeof(bf16));
+        }
+    }
+}
+
+/* Attention of chunks (Dao et al. 2022, arXiv 2205.14135: online softmax, no score leaves the cache). */
+
+static inline int num_key_blocks(const Step *s, int sequence) {
+    return (s->lengths[sequence] + CHUNK_KEYS - 1) / CHUNK_KEYS;
+}
+
+/* First of a chunk's packed keys of a head; its values follow. Keys: [blocks of 16 keys][dims / 2][16][2]. Values:
+ * [dims / 16][keys / 2][16][2]. */
+static inline bf16 *packed_head(const Worker *w, int sequence, int head) {
+    const int64_t size = (int64_t)num_key_blocks(w->s, sequence) * CHUNK_KEYS * w->d->head_dim;
+    return w->s->packed_kv + w->s->pack_offset[sequence] + 2 * head * size;
+}
+
+/* Packs CHUNK_KEYS keys and values of a head. */
+static void pack_keys(const Worker *w, int index, int sequence, int head, int key_block) {
+    const Decoder *d = w->d;
+    const Step *s = w->s;
+    const int D = d->head_dim, S = d->page_size, first = key_block * CHUNK_KEYS;
+    const int num_keys = s->lengths[sequence];
+    const int64_t padded_keys = (int64_t)num_key_blocks(s, sequence) * CHUNK_KEYS;
+    const int32_t *table = s->page_tables + (int64_t)sequence * s->max_pages;
+    bf16 *keys = packed_head(w, sequence, head), *values = keys + padded_keys * D;
+    static const bf16 zeros[MAX_HEAD_DIM];
+    const bf16 *rows[CHUNK_KEYS], *value_rows[CHUNK_KEYS];
+    for (int t = 0; t < CHUNK_KEYS; t++) {
+        const int position = first + t;
+        rows[t] = value_rows[t] = zeros;
+        if (position < num_keys) {
+            rows[t] = d->cache + index * d->layer_stride + table[position / S] * d->page_stride
+                      + ((int64_t)head * S + position % S) * D;
+            value_rows[t] = rows[t] + (int64_t)d->num_kv_heads * S * D;
+        }
+    }
+    for (int group = 0; group < CHUNK_KEYS; group += BLOCK) {
+        bf16 *to = keys + (int64_t)(first + group) * D;
+        for (int t = 0; t < BLOCK; t++)
+            for (int i = 0; i < D; i += 2) memcpy(to + i * BLOCK + 2 * t, rows[group + t] + i, 4);
+    }
+    for (int t = 0; t < CHUNK_KEYS; t += 2)
+        for (int i = 0; i < D; i += BLOCK) {
+            bf16 *to = values + i * padded_keys + (int64_t)(first + t) * BLOCK;
+            for (int n = 0; n < BLOCK; n++) to[2 * n] = value_rows[t][i + n], to[2 * n + 1] = value_rows[t + 1][i + n];
+        }
+}
+
+static inline int tokens_per_block(const Decoder *d) {
+    const int group = d->num_heads / d->num_kv_heads;
+    return TILE_ROWS / group;
+}
+
+/* Some consecutive queries of one KV head. A row is one query head of one token. */
+static void attend_block(const Worker *w, const Layer *layer, int sequence, int head, int block) {
+    const Decoder *d = w->d;
+    const Step *s = w->s;
+    const int D = d->head_dim, G = d->num_heads / d->num_kv_heads, size = tokens_per_block(d);
+    const int first = block * size, left = s->num_new[sequence] - first, tokens = left < size ? left : size;
+    const int num_rows = tokens * G, position = s->num_computed[sequence] + first;
+    const int64_t row = (int64_t)(d->num_heads + 2 * d->num_kv_heads) * D;
+    const int64_t padded_keys = (int64_t)num_key_blocks(s, sequence) * CHUNK_KEYS;
+    const bf16 *keys = packed_head(w, sequence, head), *values = keys + padded_keys * D;
+    bf16 query[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    bf16 weights[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
+    float scores[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
+    float sums[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
+    float largest[TILE_ROWS], totals[TILE_ROWS];
+    ints lanes;
+
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+    for (int r = 0; r < num_rows; r++) {
+        const int64_t token = s->first_token[sequence] + first + r / G;
+        memcpy(query + r * D, s->qkv + token * row + (int64_t)(head * G + r % G) * D, D * sizeof(bf16));
+        largest[r] = -INFINITY;
+        totals[r] = 0.0f;
+    }
+    memset(sums, 0, sizeof(float) * num_rows * D);
+    const int low = layer->window > 0 && position - layer->window + 1 > 0 ? position - layer->window + 1 : 0;
+    for (int key = low / CHUNK_KEYS * CHUNK_KEYS; key < position + tokens; key += CHUNK_KEYS) {
+        multiply(query, D, num_rows, keys + (int64_t)key * D, (int64_t)BLOCK * D, CHUNK_KEYS / BLOCK, D, scores,
+                 CHUNK_KEYS, 0);
+        for (int r = 0; r < num_rows; r++) {
+            const int at = position + r / G; /* of the query */
+            const int last = at - key, begin = layer->window > 0 ? at - layer->window + 1 - key : 0;
+            floats score[CHUNK_KEYS / LANES], peak = (floats){0} - INFINITY, total = {0};
+            for (int i = 0; i < CHUNK_KEYS / LANES; i++) {
+                memcpy(&score[i], scores + r * CHUNK_KEYS + i * LANES, sizeof score[i]);
+                score[i] *= layer->scaling;
+                if (layer->softcap > 0.0f)
+                    for (int t = 0; t < LANES; t++)
+                        score[i][t] = layer->softcap * tanhf(score[i][t] / layer->softcap);
+                if (last < CHUNK_KEYS - 1 || begin > 0) {
+                    const ints column = lanes + i * LANES;
+                    score[i] = choose((column <= last) & (column >= begin), score[i], (floats){0} - INFINITY);
+                }
+                peak = choose(score[i] > peak, score[i], peak);
+            }
+            const float now = largest_lane(peak);
+            if (now > largest[r]) {
+                if (largest[r] != -INFINITY) {
+                    const float shrink = exp_negative_one(largest[r] - now);
+                    totals[r] *= shrink;
+                    for (int i = 0; i < D; i++) sums[r * D + i] *= shrink;
+                }
+                largest[r] = now;
+            }
+            if (largest[r] == -INFINITY) { /* all of these keys are before this query's window */
+                memset(weights + r * CHUNK_KEYS, 0, CHUNK_KEYS * sizeof(bf16));
+                continue;
+            }
+            for (int i = 0; i < CHUNK_KEYS / LANES; i++) {
+                const floats weight = choose(score[i] == -INFINITY, (floats){0}, exp_negative(score[i] - largest[r]));
+                total += weight;
+                store_bf16(weights + r * CHUNK_KEYS + i * LANES, weight);
+            }
+            totals[r] += sum_of_lanes(total);
+        }
+        for (int i = 0; i < D; i += TILE_COLUMNS) {
+            const int blocks = D - i < TILE_COLUMNS ? (D - i) / BLOCK : MAX_BLOCKS;
+            multiply(weights, CHUNK_KEYS, num_rows, values + i * padded_keys + (int64_t)key * BLOCK,
+                     padded_keys * BLOCK, blocks, CHUNK_KEYS, sums + i, D, 1);
+        }
+    }
+    for (int r = 0; r < num_rows; r++) {
+        const int64_t token = s->first_token[sequence] + first + r / G;
+        bf16 *out = s->attended + (token * d->num_heads + head * G + r % G) * D;
+        for (int i = 0; i < D; i++) out[i] = to_bf16(sums[r * D + i] / totals[r]);
+    }
+}
+
+/* Chunks come first in a step's sequences, then single tokens. */
+static void attend(const Worker *w, const Layer *layer, int index) {
+    const Decoder *d = w->d;
+    const Step *s = w->s;
+    const int num_kv_heads = d->num_kv_heads, num_decodes = s->num_sequences - s->num_chunks;
+    int task;
+    if (s->num_chunks) {
+        int next = take_task(w->team);
+        for (int sequence = 0, begin = 0; sequence < s->num_chunks; sequence++) {
+            const int key_blocks = num_key_blocks(s, sequence), count = key_blocks * num_kv_heads;
+            for (; next < begin + count; next = take_task(w->team))
+                pack_keys(w, index, sequence, (next - begin) / key_blocks, (next - begin) % key_blocks);
+            begin += count;
+        }
+        meet(w->team);
+    }
+    const Attention decode = {
+        .cache = d->cache + index * d->layer_stride, .page_stride = d->page_stride, .query = s->qkv,
+        .query_token = (int64_t)(d->num_heads + 2 * num_kv_heads) * d->head_dim, .query_head = d->head_dim,
+        .output = s->attended, .page_tables = s->page_tables + (int64_t)s->num_chunks * s->max_pages,
+        .lengths = s->lengths + s->num_chunks, .token_indices = s->first_token + s->num_chunks, .partial = s->partial, .num_sequences = num_decodes,
+        .max_pages = s->max_pages, .num_heads = num_kv_heads, .group = d->num_heads / num_kv_heads,
+        .head_dim = d->head_dim, .page_size = d->page_size, .splits = s->num_splits, .window = layer->window,
+        .scaling = layer->scaling, .softcap = layer->softcap};
+    task = take_task(w->team);
+    int begin = 0;
+    for (int sequence = 0; sequence < s->num_chunks; sequence++) {
+        const int size = tokens_per_block(d), blocks = (s->num_new[sequence] + size - 1) / size;
+        const int count = blocks * num_kv_heads;
+        for (; task < begin + count; task = take_task(w->team)) /* the longest rows first */
+            attend_block(w, layer, sequence, (task - begin) % num_kv_heads, blocks - 1 - (task - begin) / num_kv_heads);
+        begin += count;
+    }
+    for (; task < begin + num_decodes * num_kv_heads * s->num_splits; task = take_task(w->team)) {
+        attend_task(&decode, task - begin);
+        if (s->num_splits == 1) join_splits(&decode, (task - begin) / num_kv_heads, (task - begin) % num_kv_heads);
+    }
+    meet(w->team);
+    if (s->num_splits > 1) {
+        for (task = take_task(w->team); task < num_decodes * num_kv_heads; task = take_task(w->team))
+            join_splits(&decode, task / num_kv_heads, task % num_kv_heads);
+        meet(w->team);
+    }
+}
+
+/* One layer. Each comment names what the threads wait for. */
+static void run_layer(const Worker *w, int index) {
+    const Decoder *d = w->d;
+    const Step *s = w->s;
+    const Layer *layer = d->layers + index;
+    const int rows = s->num_tokens, D = d->head_dim;
+
+    const Target qkv = {TO_BF16, s->qkv, (int64_t)(d->num_heads + 2 * d->num_kv_heads) * D, 0, 0};
+    linear(w, &layer->qkv, norm_rows(w, layer->attention_norm), rows, &qkv);
+    meet(w->team);
+    rotate_and_store(w, layer, index);
+    meet(w->team);
+    attend(w, layer, index);
+
+    const Target add = {ADD_TO_FP32, s->hidden, d->hidden, d->residual_scale, 0};
+    const Target branch = {TO_FP32, s->branch, d->hidden, 0, 0};
+    linear(w, &layer->output, s->attended, rows, layer->after_attention_norm ? &branch : &add);
+    if (layer->after_attention_norm) add_normed_branch(w, layer->after_attention_norm);
+    meet(w->team);
+
+    const Target gated = {GATED, s->activated, d->intermediate, 0, d->activation};
+    linear(w, &layer->gate_up, norm_rows(w, layer->mlp_norm), rows, &gated);
+    meet(w->team);
+    linear(w, &layer->down, s->activated, rows, layer->after_mlp_norm ? &branch : &add);
+    if (layer->after_mlp_norm) add_normed_branch(w, layer->after_mlp_norm);
+    meet(w->team);
+}
+
+/* Where the K and V of new tokens go, and the tables of single tokens. */
+static void lay_out(const Decoder *d, const Step *s) {
+    for (int sequence = 0; sequence < s->num_sequences; sequence++) {
+        const int32_t *table = s->page_tables + (int64_t)sequence * s->max_pages;
+        for (int n = 0; n < s->num_new[sequence]; n++) {
+            const int position = s->num_computed[sequence] + n;
+            s->slots[s->first_token[sequence] + n] =
+                table[position / d->page_size] * d->page_stride + (int64_t)(position % d->page_size) * d->head_dim;
+        }
+    }
+}
+
+/* Computes layers [first_layer, last_layer) of a step. */
+void kvferry_run_layers(const Decoder *d, const Step *s) {
+    Team team = {.num_threads = s->num_threads};
+    lay_out(d, s);
+#pragma omp parallel num_threads(s->num_threads)
+    {
+        const Worker worker = {d, s, &team, omp_get_thread_num()};
+        begin_amx();
+        for (int index = s->first_layer; index < s->last_layer; index++) run_layer(&worker, index);
+        end_amx();
+    }
+}
+
+/* The norm at the end, then the LM head. rows: [num_rows] indices into hidden [tokens, width]. normed: scratch
+ * [num_rows padded, width]. logits: [num_rows padded, outputs padded]. */
+void kvferry_run_head(
+    const Linear *head, const float *norm, float epsilon, const float *hidden, const int64_t *rows, int num_rows,
+    bf16 *normed, float *logits, int num_threads) {
+    const int width = head->inputs;
+    Team team = {.num_threads = num_threads};
+    for (int64_t row = 0; row < num_rows; row++)
+        rms_norm(hidden + rows[row] * width, norm, normed + row * width, width, epsilon);
+#pragma omp parallel num_threads(num_threads)
+    {
+        const Worker worker = {NULL, NULL, &team, omp_get_thread_num()};
+        const Target target = {TO_FP32, logits, (int64_t)(head->outputs + BLOCK - 1) / BLOCK * BLOCK, 0, 0};
+        begin_amx();
+        linear(&worker, head, normed, num_rows, &target);
+        end_amx();
+    }
+}
+
+/* Packs a weight [outputs, inputs] into blocks first_block, first_block + block_step, ... */
+void kvferry_pack(const bf16 *weight, int outputs, int inputs, bf16 *packed, int first_block, int block_step) {
+#pragma omp parallel for
+    for (int block = 0; block < (outputs + BLOCK - 1) / BLOCK; block++) {
+        bf16 *to = packed + (int64_t)(first_block + block * block_step) * inputs * BLOCK;
+        for (int n = 0; n < BLOCK; n++)
+            for (int k = 0; k < inputs; k += 2) {
+                if (block * BLOCK + n < outputs)
+                    memcpy(to + k * BLOCK + 2 * n, weight + (int64_t)(block * BLOCK + n) * inputs + k, 4);
+                else
+                    memset(to + k * BLOCK + 2 * n, 0, 4);
+            }
+    }
+}
+
+#endif
