@@ -9,6 +9,7 @@ import tyro
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "flashinfer"]
+Quantization = Literal["none", "int8"]
 MaybeNumber = Annotated[int | None, tyro.conf.arg(metavar="N")]
 """A flag shown as `N` in `--help`."""
 
@@ -21,6 +22,9 @@ class ModelOptions:
     """Folder of a prepared model, a GGUF file, a hub id, or the name of a built-in model."""
     dtype: DTypeName = "auto"
     """Element type of weights and KV pages. auto: bfloat16 if the processor has bfloat16 instructions, else float32."""
+    quantize: Quantization = "none"
+    """Weights in fewer bits. int8: 8-bit integers with a scale for each output, multiplied with activations that are
+    rounded to 8 bits token by token; on CPUs with AVX512-BF16 and VNNI, for dense models in bfloat16."""
     max_model_len: MaybeNumber = None
     """Longest sequence, prompt and output together, in tokens. Unset: the length that the model was trained for."""
 

@@ -8,7 +8,6 @@ that is not known here, experts) differs by far more than rounding and stays pla
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -19,6 +18,7 @@ import torch
 
 from engine.attention.base import AttentionOptions
 from engine.attention.torch_paged import TorchPagedAttention
+from engine.config import Quantization
 from engine.forward import Forward, OnLayerGroup, TransformersForward
 from engine.kv_cache import KvCache, KvShape
 from engine.native.decoder import (
@@ -28,6 +28,7 @@ from engine.native.decoder import (
     DecoderLayer,
     DecoderWeights,
     NativeDecoder,
+    NativeStep,
     PackedLinear,
     can_run,
     pack,
@@ -35,16 +36,21 @@ from engine.native.decoder import (
 from engine.sequence import ScheduledSequence, Sequence
 from engine.step_inputs import step_inputs
 
-log = logging.getLogger(__name__)
-
 MAX_DIFFERENCE = 0.05
 """Of logits, keys and values, relative to their size. Rounding in bf16 makes 0.01 or so."""
+MAX_QUANTIZED_DIFFERENCE = 0.25
+_LAYER_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embedding whose frequencies do not depend on the length of a sequence."""
 
 
-class _Differs(Exception):
-    """The model has a part that the kernels do not know."""
+class NotFusable(Exception):
+    """The model has a part that the kernels do not know, or computes something else."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class FusedForward:
         hidden = torch.nn.functional.embedding(token_ids[0], fused.embedding).float()
         if fused.embedding_scale != 1:
             hidden *= fused.embedding_scale
-        step = self._decoder.begin(batch, hidden, *fused.angles(positions))
+        step = NativeStep(self._decoder, batch, hidden, *fused.angles(positions))
         num_layers = len(fused.weights.layers)
         each = num_layers if on_layer_group is None else self._layers_per_group
         for first in range(0, num_layers, each):
@@ -110,108 +116,126 @@ class FusedForward:
         return logits
 
 
-def fuse(model: Any, shape: KvShape, options: Mapping[int, AttentionOptions]) -> FusedModel | None:
-    """The fused form of a bf16 model on a CPU; None, with a line in the log, if it has to run as it is.
+def fuse(
+    model: Any, shape: KvShape, options: Mapping[int, AttentionOptions], quantization: Quantization = "none"
+) -> FusedModel:
+    """The fused form of a bf16 model on a CPU. The weights of the model's layers are freed.
 
-    options: attention options of each layer. After success the weights of the model's layers are freed.
+    options: attention options of each layer. Raises NotFusable with the reason; the model is unchanged then.
     """
-    if model.dtype != torch.bfloat16 or model.device.type != "cpu":
-        return None
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+        raise NotFusable("only models in bfloat16 on a CPU are")
     config = model.config.get_text_config()
-    if not can_run(shape.head_dim, config.num_attention_heads // shape.num_kv_heads):
-        return None
-    try:
-        fused = _take_apart(model, config, shape, options)
-        _compare(model, fused, shape)
-    except _Differs as difference:
-        log.info("the model runs layer by layer in torch, which is slower: %s", difference)
-        return None
+    if not can_run(shape.head_dim, config.num_attention_heads // shape.num_kv_heads, quantization == "int8"):
+        raise NotFusable("the compiled kernels are not there, or not for this processor or its heads")
+    fused = _Dissection(options, quantization == "int8").fused(model, config, shape)
+    _compare(model, fused, shape, MAX_QUANTIZED_DIFFERENCE if quantization == "int8" else MAX_DIFFERENCE)
     model.base_model.layers = torch.nn.ModuleList()
     return fused
 
 
-def _take_apart(model: Any, config: Any, shape: KvShape, options: Mapping[int, AttentionOptions]) -> FusedModel:
-    base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
-    layers = _part(base, "layers")
-    epsilons: set[float] = set()
-    activation = getattr(config, "hidden_activation", None) or _part(config, "hidden_act")
-    if activation not in ACTIVATIONS:
-        raise _Differs(f"its activation is {activation}")
-    norm = _norm(_part(base, "norm"), epsilons)
-    parts = tuple(_layer(layer, options[index], epsilons) for index, layer in enumerate(layers))
-    if len(epsilons) != 1:
-        raise _Differs("its norms differ in epsilon")
-    scales = {float(getattr(layer, "residual_multiplier", 1.0)) for layer in layers}
-    rotary = _part(base, "rotary_emb")
-    positions = torch.zeros((1, 1), dtype=torch.long)
-    try:
-        cos, _ = rotary(torch.zeros((1, 1)), positions)
-    except (TypeError, RuntimeError, AttributeError, KeyError) as error:
-        raise _Differs("its layers differ in rotary embedding") from error
-    weights = DecoderWeights(
-        layers=parts,
-        norm=norm,
-        head=_pack([head]),
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rotary_dim=cos.shape[-1],
-        activation=activation,
-        epsilon=epsilons.pop(),
-        residual_scale=scales.pop(),
-    )
-    return FusedModel(
-        weights,
-        embedding.weight.detach(),
-        _embedding_scale(model, layers[0]),
-        rotary,
-        1 / getattr(config, "logits_scaling", 1.0),
-        getattr(config, "final_logit_softcapping", None),
-    )
+class _Dissection:
+    """Takes a model apart."""
 
+    def __init__(self, options: Mapping[int, AttentionOptions], quantize: bool) -> None:
+        self._options, self._quantize = options, quantize
+        self._epsilons: set[float] = set()
 
-def _layer(layer: Any, options: AttentionOptions, epsilons: set[float]) -> DecoderLayer:
-    attention, mlp = _part(layer, "self_attn"), _part(layer, "mlp")
-    norms: dict[str, torch.Tensor | None] = {
-        name: _norm(getattr(layer, name), epsilons)
-        for name in (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
+    def fused(self, model: Any, config: Any, shape: KvShape) -> FusedModel:
+        """The whole model."""
+        base, embedding = model.base_model, model.get_input_embeddings()
+        layers = _part(base, "layers")
+        activation = getattr(config, "hidden_activation", None) or _part(config, "hidden_act")
+        if activation not in ACTIVATIONS:
+            raise NotFusable(f"its activation is {activation}")
+        norm = self._norm(_part(base, "norm"))
+        parts = tuple(self._layer(layer, self._options[index]) for index, layer in enumerate(layers))
+        if len(self._epsilons) != 1:
+            raise NotFusable("its norms differ in epsilon")
+        rotary = _part(base, "rotary_emb")
+        weights = DecoderWeights(
+            layers=parts,
+            norm=norm,
+            head=self._pack([model.get_output_embeddings()]),
+            hidden_size=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            rotary_dim=_rotary_dim(rotary),
+            activation=activation,
+            epsilon=self._epsilons.pop(),
+            residual_scale=float(getattr(layers[0], "residual_multiplier", 1.0)),
         )
-        if hasattr(layer, name)
-    }
-    normed_after = "pre_feedforward_layernorm" in norms
-    before = norms.get("input_layernorm")
-    before_mlp = norms.get("pre_feedforward_layernorm" if normed_after else "post_attention_layernorm")
-    if before is None or before_mlp is None:
-        raise _Differs("its layers are not normed before attention and MLP")
-    heads = {
-        name: _norm(getattr(attention, name), epsilons) for name in ("q_norm", "k_norm") if hasattr(attention, name)
-    }
-    if any(norm.numel() != attention.head_dim for norm in heads.values()):
-        raise _Differs("its queries are normed over all heads at once")
-    return DecoderLayer(
-        attention_norm=before,
-        mlp_norm=before_mlp,
-        after_attention_norm=norms["post_attention_layernorm"] if normed_after else None,
-        after_mlp_norm=norms.get("post_feedforward_layernorm") if normed_after else None,
-        query_norm=heads.get("q_norm"),
-        key_norm=heads.get("k_norm"),
-        qkv=_pack(_either(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])),
-        output=_pack([_part(attention, "o_proj")]),
-        gate_up=_pack(_gate_and_up(mlp), in_turns=True),
-        down=_pack([_part(mlp, "down_proj")]),
-        attention=options,
-        rotates=bool(getattr(attention, "use_rope", True)),
-    )
+        return FusedModel(
+            weights,
+            embedding.weight.detach(),
+            _embedding_scale(model, layers[0]),
+            rotary,
+            1 / getattr(config, "logits_scaling", 1.0),
+            getattr(config, "final_logit_softcapping", None),
+        )
+
+    def _layer(self, layer: Any, options: AttentionOptions) -> DecoderLayer:
+        attention, mlp = _part(layer, "self_attn"), _part(layer, "mlp")
+        norms = {name: self._norm(getattr(layer, name)) for name in _LAYER_NORMS if hasattr(layer, name)}
+        normed_after = "pre_feedforward_layernorm" in norms
+        before = norms.get("input_layernorm")
+        before_mlp = norms.get("pre_feedforward_layernorm" if normed_after else "post_attention_layernorm")
+        if before is None or before_mlp is None:
+            raise NotFusable("its layers are not normed before attention and MLP")
+        of_heads = {n: self._norm(getattr(attention, n)) for n in ("q_norm", "k_norm") if hasattr(attention, n)}
+        if any(norm.numel() != attention.head_dim for norm in of_heads.values()):
+            raise NotFusable("its queries are normed over all heads at once")
+        return DecoderLayer(
+            attention_norm=before,
+            mlp_norm=before_mlp,
+            after_attention_norm=norms.get("post_attention_layernorm") if normed_after else None,
+            after_mlp_norm=norms.get("post_feedforward_layernorm") if normed_after else None,
+            query_norm=of_heads.get("q_norm"),
+            key_norm=of_heads.get("k_norm"),
+            qkv=self._pack(_either(attention, ["qkv_proj"], ["q_proj", "k_proj", "v_proj"])),
+            output=self._pack([_part(attention, "o_proj")]),
+            gate_up=self._pack(_gate_and_up(mlp), in_turns=True),
+            down=self._pack([_part(mlp, "down_proj")]),
+            attention=options,
+            rotates=bool(getattr(attention, "use_rope", True)),
+        )
+
+    def _pack(self, parts: Seq[Any], in_turns: bool = False) -> PackedLinear:
+        for part in parts:
+            if type(part) is not torch.nn.Linear or part.in_features % INPUT_MULTIPLE:
+                raise NotFusable("not all of its products are linear layers of a fitting size")
+        if len(parts) > 1 and any(part.out_features % BLOCK for part in parts):
+            raise NotFusable(f"its linear layers have outputs that are no multiple of {BLOCK}")
+        return pack(parts, in_turns, self._quantize)
+
+    @torch.inference_mode()
+    def _norm(self, norm: Any) -> torch.Tensor:
+        """fp32 weight of an RMS norm, found by asking the norm: some models add 1 to what is stored."""
+        epsilon = next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
+        stored = getattr(norm, "weight", None)
+        if not isinstance(epsilon, float) or not isinstance(stored, torch.Tensor) or stored.dim() != 1:
+            raise NotFusable(f"{type(norm).__name__} is no RMS norm with a weight")
+        self._epsilons.add(epsilon)
+        weight: torch.Tensor = norm(torch.ones(1, stored.numel())).float()[0] * math.sqrt(1 + epsilon)
+        x = torch.randn((5, stored.numel()), generator=torch.Generator().manual_seed(0)) * 2
+        expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+        if not torch.allclose(norm(x).float(), expected, rtol=1e-3, atol=1e-4):
+            raise NotFusable(f"{type(norm).__name__} is no RMS norm")
+        return weight.contiguous()
+
+
+def _rotary_dim(rotary: Any) -> int:
+    try:
+        cos, _ = rotary(torch.zeros((1, 1)), torch.zeros((1, 1), dtype=torch.long))
+    except (TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise NotFusable("its layers differ in rotary embedding") from error
+    return int(cos.shape[-1])
 
 
 def _part(owner: Any, name: str) -> Any:
     if not hasattr(owner, name):
-        raise _Differs(f"its {type(owner).__name__} has no {name}")
+        raise NotFusable(f"its {type(owner).__name__} has no {name}")
     return getattr(owner, name)
 
 
@@ -219,7 +243,7 @@ def _either(owner: Any, *names: list[str]) -> list[Any]:
     for some in names:
         if all(hasattr(owner, name) for name in some):
             return [getattr(owner, name) for name in some]
-    raise _Differs(f"its {type(owner).__name__} has no {' or '.join(names[-1])}")
+    raise NotFusable(f"its {type(owner).__name__} has no {' or '.join(names[-1])}")
 
 
 def _gate_and_up(mlp: Any) -> list[torch.nn.Linear]:
@@ -228,38 +252,13 @@ def _gate_and_up(mlp: Any) -> list[torch.nn.Linear]:
         return parts
     both = parts[0]
     if not isinstance(both, torch.nn.Linear) or both.bias is not None:
-        raise _Differs("its gate and up are stored in an unknown way")
+        raise NotFusable("its gate and up are stored in an unknown way")
     halves = []
     for weight in both.weight.detach().chunk(2):
         half = torch.nn.Linear(both.in_features, weight.shape[0], bias=False, device="meta")
         half.weight = torch.nn.Parameter(weight, requires_grad=False)
         halves.append(half)
     return halves
-
-
-def _pack(parts: Seq[Any], in_turns: bool = False) -> PackedLinear:
-    for part in parts:
-        if type(part) is not torch.nn.Linear or part.in_features % INPUT_MULTIPLE:
-            raise _Differs("not all of its products are linear layers of a fitting size")
-    if len(parts) > 1 and any(part.out_features % BLOCK for part in parts):
-        raise _Differs("its linear layers have outputs that are no multiple of 16")
-    return pack(parts, in_turns)
-
-
-@torch.inference_mode()
-def _norm(norm: Any, epsilons: set[float]) -> torch.Tensor:
-    """fp32 weight of an RMS norm, found by asking the norm: some models add 1 to what is stored."""
-    epsilon = next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
-    stored = getattr(norm, "weight", None)
-    if not isinstance(epsilon, float) or not isinstance(stored, torch.Tensor) or stored.dim() != 1:
-        raise _Differs(f"{type(norm).__name__} is no RMS norm with a weight")
-    epsilons.add(epsilon)
-    weight: torch.Tensor = norm(torch.ones(1, stored.numel())).float()[0] * math.sqrt(1 + epsilon)
-    x = torch.randn((5, stored.numel()), generator=torch.Generator().manual_seed(0)) * 2
-    expected = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
-    if not torch.allclose(norm(x).float(), expected, rtol=1e-3, atol=1e-4):
-        raise _Differs(f"{type(norm).__name__} is no RMS norm")
-    return weight.contiguous()
 
 
 class _FirstInput(Exception):
@@ -289,14 +288,14 @@ def _embedding_scale(model: Any, first_layer: Any) -> float:
 
 
 @torch.inference_mode()
-def _compare(model: Any, fused: FusedModel, shape: KvShape) -> None:
-    """Runs both forms. Raises _Differs if they do not compute the same."""
+def _compare(model: Any, fused: FusedModel, shape: KvShape, most: float) -> None:
+    """Runs both forms. Raises NotFusable if their results differ by more than `most`."""
     caches = [KvCache(_TRIAL_PAGES, _TRIAL_PAGE_SIZE, shape, torch.bfloat16) for _ in range(2)]
     backend = TorchPagedAttention(caches[0])
     plain = TransformersForward(model, backend, shape.num_layers, 1, torch.device("cpu"))
     vocab_size = fused.embedding.shape[0]
-    _check_close("logits", *(_trial_logits(f, vocab_size) for f in (plain, FusedForward(fused, caches[1]))))
-    _check_close("keys and values", *(cache.tensor.float() for cache in caches))
+    _check_close("logits", most, *(_trial_logits(f, vocab_size) for f in (plain, FusedForward(fused, caches[1]))))
+    _check_close("keys and values", most, *(cache.tensor.float() for cache in caches))
 
 
 _TRIAL_PAGES, _TRIAL_PAGE_SIZE = 5, 16
@@ -320,7 +319,7 @@ def _trial_logits(forward: Forward, vocab_size: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def _check_close(what: str, plain: torch.Tensor, fused: torch.Tensor) -> None:
+def _check_close(what: str, most: float, plain: torch.Tensor, fused: torch.Tensor) -> None:
     difference = float((plain - fused).norm() / plain.norm().clamp(min=1e-6))
-    if not difference < MAX_DIFFERENCE:
-        raise _Differs(f"{what} of the fused model differ by {difference:.2g}")
+    if not difference < most:
+        raise NotFusable(f"{what} of the fused model differ by {difference:.2g}")

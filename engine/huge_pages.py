@@ -17,7 +17,7 @@ HUGE_PAGE_BYTES = 2 << 20
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in host memory of its own, contiguous.
 
-    The system is asked for huge pages (`madvise`). Where it has none, or where they are switched off, the tensor lies in
+    The system is asked for huge pages (`madvise`). Where there are none, or they are switched off, the tensor lies in
     ordinary pages. Memory is taken from the system when it is first touched.
     """
     size = math.prod(shape) * dtype.itemsize

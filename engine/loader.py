@@ -6,6 +6,7 @@ which attention options and which KV shape each layer needs.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from dataclasses import dataclass
@@ -18,15 +19,17 @@ from transformers.utils import logging as hf_logging
 
 from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.checkpoint import check_weights, some_names
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Quantization
 from engine.errors import ModelLoadError, UnsupportedModelError
 from engine.forward import PLAN_KEYWORD
-from engine.fused_model import FusedModel, fuse
+from engine.fused_model import FusedModel, NotFusable, fuse
 from engine.kv_cache import KvShape
 from engine.model_identity import ModelIdentity, model_identity
 from engine.model_length import max_model_len_of
 from engine.native.rms_norm import replace_rms_norms
 from engine.packed_linear import pack_linears
+
+log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "kvferry_paged"
 
@@ -68,6 +71,7 @@ class LoadedModel:
     """Of `transformers`. Without layers if there is a fused form."""
     fused: FusedModel | None
     """What a CPU runs; None: it runs `model`."""
+    quantization: Quantization
     kv_shape: KvShape
     num_query_heads: int
     attention_options: tuple[AttentionOptions, ...]
@@ -142,7 +146,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     hf_logging.set_verbosity_error()
     model = load_weights(folder, dtype, attn_implementation=ATTENTION_NAME)
     identity = model_identity(folder, hf_config, text_config)
-    return adopt_model(model.to(device), max_model_len, identity, may_fuse=config.attention == "auto")
+    model = model.to(device)
+    return adopt_model(model, max_model_len, identity, config.attention == "auto", config.quantize)
 
 
 def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
@@ -194,23 +199,30 @@ def load_weights(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     return model
 
 
-def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity, may_fuse: bool = True) -> LoadedModel:
+def adopt_model(
+    model: Any,
+    max_model_len: int,
+    identity: ModelIdentity,
+    may_fuse: bool = True,
+    quantization: Quantization = "none",
+) -> LoadedModel:
     """Makes a `transformers` model, loaded with attention ATTENTION_NAME, ready to run over pages on its device.
 
     may_fuse: False keeps its layers as they are, for a named attention backend.
-    Raises UnsupportedModelError if the model can't be run.
+    Raises UnsupportedModelError if the model can't be run, or not quantized as asked for.
     """
     model = model.eval().requires_grad_(False)
     text_config = model.config.get_text_config()
     vocab_size, num_parameters = _sizes(model)
     shape, options = _dry_run(model, text_config)
-    fused = fuse(model, shape, options) if may_fuse else None
+    fused = _fused(model, shape, options, may_fuse, quantization)
     if fused is None:
         pack_linears(model)
         replace_rms_norms(model)
     return LoadedModel(
         model=model,
         fused=fused,
+        quantization=quantization,
         kv_shape=shape,
         num_query_heads=text_config.num_attention_heads,
         attention_options=tuple(dict.fromkeys(options.values())),
@@ -221,6 +233,23 @@ def adopt_model(model: Any, max_model_len: int, identity: ModelIdentity, may_fus
         max_model_len=max_model_len,
         identity=identity,
     )
+
+
+def _fused(
+    model: Any, shape: KvShape, options: dict[int, AttentionOptions], may_fuse: bool, quantization: Quantization
+) -> FusedModel | None:
+    try:
+        if not may_fuse:
+            raise NotFusable("an attention backend was named")
+        return fuse(model, shape, options, quantization)
+    except NotFusable as reason:
+        if quantization != "none":
+            raise UnsupportedModelError(
+                f"--quantize {quantization}: this model can't be quantized: {reason}"
+            ) from reason
+        if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+            log.info("the model runs layer by layer in torch, which is slower: %s", reason)
+    return None
 
 
 def _sizes(model: Any) -> tuple[int, ParameterCounts]:

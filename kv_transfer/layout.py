@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from kv_transfer.errors import LayoutMismatch
 from protos import kv_pb2
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Fingerprint:
     page_axes: str
     rope: str
     max_model_len: int
+    quantization: str
     protocol_version: int = PROTOCOL_VERSION
 
     def to_proto(self) -> kv_pb2.Fingerprint:

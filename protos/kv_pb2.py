@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fprotos/kv.proto\x12\nkvferry.v1\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x86\x02\n\x0b\x46ingerprint\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_config_hash\x18\x02 \x01(\t\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x11\n\tpage_axes\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\"\xce\x01\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x04 \x01(\x04\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\npage_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12\x16\n\x0enum_test_pages\x18\t \x01(\r\"\x87\x01\n\nPageTicket\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x14\n\x08page_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x10\x66irst_page_index\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\"\x8d\x02\n\x0eKvNotification\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.FirstTokenH\x00\x88\x01\x01\x12\x0e\n\x06\x63losed\x18\x05 \x01(\x08\x12\x14\n\x0c\x63lose_reason\x18\x06 \x01(\t\x12\x1e\n\x16\x65nded_with_first_token\x18\x07 \x01(\x08\x12\'\n\tpair_test\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.PairTestB\x0e\n\x0c_first_token\"C\n\x08PairTest\x12\x0f\n\x07test_id\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x16\n\x0ewriter_address\x18\x03 \x01(\t\"\x1e\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\"m\n\x13RevokeTicketRequest\x12\x1d\n\x15writer_incarnation_id\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12#\n\x03ref\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\"V\n\x14RevokeTicketResponse\x12\x16\n\x0eincarnation_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bneeds_fence\x18\x03 \x01(\x08\x32\x66\n\x11PageTicketService\x12Q\n\x0cRevokeTicket\x12\x1f.kvferry.v1.RevokeTicketRequest\x1a .kvferry.v1.RevokeTicketResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x0fprotos/kv.proto\x12\nkvferry.v1\"1\n\nRequestRef\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\x9c\x02\n\x0b\x46ingerprint\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x19\n\x11model_config_hash\x18\x02 \x01(\t\x12\x14\n\x0cweights_hash\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x11\n\tpage_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x08 \x01(\r\x12\x10\n\x08head_dim\x18\t \x01(\r\x12\x11\n\tpage_axes\x18\n \x01(\t\x12\x0c\n\x04rope\x18\x0b \x01(\t\x12\x15\n\rmax_model_len\x18\x0c \x01(\r\x12\x14\n\x0cquantization\x18\r \x01(\t\"\xce\x01\n\x10TransferEndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x16\n\x0e\x61gent_metadata\x18\x03 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x04 \x01(\x04\x12\x11\n\tnum_pages\x18\x05 \x01(\r\x12\x12\n\npage_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bmemory_type\x18\x07 \x01(\t\x12\x11\n\tdevice_id\x18\x08 \x01(\r\x12\x16\n\x0enum_test_pages\x18\t \x01(\r\"\x87\x01\n\nPageTicket\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12\x14\n\x08page_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x10\x66irst_page_index\x18\x04 \x01(\r\x12\x10\n\x08lease_ms\x18\x05 \x01(\x04\"\x8d\x02\n\x0eKvNotification\x12#\n\x03ref\x18\x01 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12\x11\n\tnum_pages\x18\x03 \x01(\r\x12\x30\n\x0b\x66irst_token\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.FirstTokenH\x00\x88\x01\x01\x12\x0e\n\x06\x63losed\x18\x05 \x01(\x08\x12\x14\n\x0c\x63lose_reason\x18\x06 \x01(\t\x12\x1e\n\x16\x65nded_with_first_token\x18\x07 \x01(\x08\x12\'\n\tpair_test\x18\x08 \x01(\x0b\x32\x14.kvferry.v1.PairTestB\x0e\n\x0c_first_token\"C\n\x08PairTest\x12\x0f\n\x07test_id\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\x0c\x12\x16\n\x0ewriter_address\x18\x03 \x01(\t\"\x1e\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\"m\n\x13RevokeTicketRequest\x12\x1d\n\x15writer_incarnation_id\x18\x01 \x01(\t\x12\x12\n\nagent_name\x18\x02 \x01(\t\x12#\n\x03ref\x18\x03 \x01(\x0b\x32\x16.kvferry.v1.RequestRef\"V\n\x14RevokeTicketResponse\x12\x16\n\x0eincarnation_id\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bneeds_fence\x18\x03 \x01(\x08\x32\x66\n\x11PageTicketService\x12Q\n\x0cRevokeTicket\x12\x1f.kvferry.v1.RevokeTicketRequest\x1a .kvferry.v1.RevokeTicketResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUESTREF']._serialized_start=31
   _globals['_REQUESTREF']._serialized_end=80
   _globals['_FINGERPRINT']._serialized_start=83
-  _globals['_FINGERPRINT']._serialized_end=345
-  _globals['_TRANSFERENDPOINT']._serialized_start=348
-  _globals['_TRANSFERENDPOINT']._serialized_end=554
-  _globals['_PAGETICKET']._serialized_start=557
-  _globals['_PAGETICKET']._serialized_end=692
-  _globals['_KVNOTIFICATION']._serialized_start=695
-  _globals['_KVNOTIFICATION']._serialized_end=964
-  _globals['_PAIRTEST']._serialized_start=966
-  _globals['_PAIRTEST']._serialized_end=1033
-  _globals['_FIRSTTOKEN']._serialized_start=1035
-  _globals['_FIRSTTOKEN']._serialized_end=1065
-  _globals['_REVOKETICKETREQUEST']._serialized_start=1067
-  _globals['_REVOKETICKETREQUEST']._serialized_end=1176
-  _globals['_REVOKETICKETRESPONSE']._serialized_start=1178
-  _globals['_REVOKETICKETRESPONSE']._serialized_end=1264
-  _globals['_PAGETICKETSERVICE']._serialized_start=1266
-  _globals['_PAGETICKETSERVICE']._serialized_end=1368
+  _globals['_FINGERPRINT']._serialized_end=367
+  _globals['_TRANSFERENDPOINT']._serialized_start=370
+  _globals['_TRANSFERENDPOINT']._serialized_end=576
+  _globals['_PAGETICKET']._serialized_start=579
+  _globals['_PAGETICKET']._serialized_end=714
+  _globals['_KVNOTIFICATION']._serialized_start=717
+  _globals['_KVNOTIFICATION']._serialized_end=986
+  _globals['_PAIRTEST']._serialized_start=988
+  _globals['_PAIRTEST']._serialized_end=1055
+  _globals['_FIRSTTOKEN']._serialized_start=1057
+  _globals['_FIRSTTOKEN']._serialized_end=1087
+  _globals['_REVOKETICKETREQUEST']._serialized_start=1089
+  _globals['_REVOKETICKETREQUEST']._serialized_end=1198
+  _globals['_REVOKETICKETRESPONSE']._serialized_start=1200
+  _globals['_REVOKETICKETRESPONSE']._serialized_end=1286
+  _globals['_PAGETICKETSERVICE']._serialized_start=1288
+  _globals['_PAGETICKETSERVICE']._serialized_end=1390
 # @@protoc_insertion_point(module_scope)

@@ -66,6 +66,7 @@ class Fingerprint(_message.Message):
     PAGE_AXES_FIELD_NUMBER: _builtins.int
     ROPE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    QUANTIZATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of these protocols; raised on every incompatible change."""
     model_config_hash: _builtins.str
@@ -90,6 +91,8 @@ class Fingerprint(_message.Message):
     """RoPE parameters as canonical JSON."""
     max_model_len: _builtins.int
     """Longest sequence, prompt and output together, in tokens."""
+    quantization: _builtins.str
+    """How the weights are stored while they are used: "none" is as in dtype, "int8" is 8-bit integers."""
     def __init__(
         self,
         *,
@@ -105,10 +108,11 @@ class Fingerprint(_message.Message):
         page_axes: _builtins.str = ...,
         rope: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        quantization: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "max_model_len", b"max_model_len", "model_config_hash", b"model_config_hash", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_axes", b"page_axes", "page_size", b"page_size", "protocol_version", b"protocol_version", "rope", b"rope", "tokenizer_hash", b"tokenizer_hash", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "max_model_len", b"max_model_len", "model_config_hash", b"model_config_hash", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_axes", b"page_axes", "page_size", b"page_size", "protocol_version", b"protocol_version", "quantization", b"quantization", "rope", b"rope", "tokenizer_hash", b"tokenizer_hash", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -40,10 +40,11 @@ def can_serve(request: Request, pair: Pair) -> bool:
     )
 
 
-def model_hashes(prefill: WorkerLink) -> tuple[str, str]:
-    """Tells models apart: config and weights."""
+def model_hashes(prefill: WorkerLink) -> tuple[str, str, str]:
+    """Tells models apart: config, weights and their quantization."""
     assert prefill.info is not None
-    return prefill.info.fingerprint.model_config_hash, prefill.info.fingerprint.weights_hash
+    of = prefill.info.fingerprint
+    return of.model_config_hash, of.weights_hash, of.quantization
 
 
 def filter_pairs(request: Request, pairs: Seq[Pair]) -> list[Pair]:

@@ -63,7 +63,7 @@ class Request:
     may_expire: bool = True
     """It may be refused for waiting too long for its first worker."""
     retries: Retries = field(default_factory=Retries)
-    model_hashes: tuple[str, str] | None = None
+    model_hashes: tuple[str, str, str] | None = None
     """Which model it is bound to, or was last. Once there are tokens, no other model may continue them."""
     was_preempted: bool = False
     num_cached_tokens: int = 0

@@ -361,6 +361,7 @@ def _fingerprint(loaded: LoadedModel, kv_cache: KvCache) -> Fingerprint:
         page_axes=PAGE_AXES,
         rope=loaded.identity.rope,
         max_model_len=loaded.max_model_len,
+        quantization=loaded.quantization,
     )
 
 

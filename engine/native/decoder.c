@@ -1,5 +1,5 @@
-/* The layers of a decoder-only transformer for one step, in one call: products on packed bf16 weights with what
- * surrounds them (norms, rotary embedding, the store of K and V, attention over pages, gated activations, residuals).
+/* The layers of a decoder-only transformer for one step, in one call: products on packed weights with what surrounds
+ * them (norms, rotary embedding, the store of K and V, attention over pages, gated activations, residuals).
  *
  * The threads of a step go from phase to phase together (`team.h`). A thread owns outputs of a product, so it can finish
  * them (bias, activation, residual) while they are in its cache. The residual stream is fp32. Sums of a row are added in
@@ -17,8 +17,10 @@
 #define FEW_ROWS 8          /* so few rows are normed by each thread for itself, which saves a phase */
 
 typedef struct {
-    const bf16 *packed;     /* see matmul.h; outputs are padded to whole blocks */
+    const word *packed;     /* see matmul.h; outputs are padded to whole blocks */
     const float *bias;      /* [outputs]; NULL: none */
+    const float *scales;    /* [outputs]: weights are integers times this; NULL: weights are bf16 */
+    const int32_t *offsets; /* [outputs]: what a sum has too much because rows have 128 added */
     int32_t inputs, outputs;
 } Linear;
 
@@ -53,7 +55,8 @@ typedef struct {
     const int64_t *pack_offset; /* [sequences] where a chunk's packed K and V begin in `packed_kv` */
     int64_t *slots;           /* [tokens]: where in a layer of the cache a token's first K head goes */
     /* Scratch. Rows are padded to a multiple of AMX_ROWS. */
-    bf16 *normed;             /* [tokens, hidden], or [threads, FEW_ROWS padded, hidden] */
+    void *inputs;             /* of a product: [tokens, its inputs] or [threads, FEW_ROWS padded, its inputs] */
+    float *input_scales;      /* of rows of integers */
     bf16 *qkv;                /* [tokens, (heads + 2 kv heads) * head_dim] */
     bf16 *attended;           /* [tokens, heads * head_dim] */
     bf16 *activated;          /* [tokens, intermediate] */
@@ -71,9 +74,43 @@ typedef struct {
 
 static inline int padded(int rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS; }
 
-/* Norms. */
+/* Inputs of products. */
 
-static void rms_norm(const float *x, const float *weight, bf16 *y, int width, float epsilon) {
+typedef struct {
+    const word *rows;
+    const float *scales; /* of rows of integers */
+} Inputs;
+
+static inline Kind kind_of(const Linear *l) { return l->scales ? INT8 : BF16; }
+
+static inline int words_of(const Linear *l) { return l->inputs / (l->scales ? 4 : 2); }
+
+static inline void store_bf16(bf16 *target, floats values) {
+    const __m256bh half = _mm512_cvtneps_pbh((__m512)values);
+    memcpy(target, &half, sizeof half);
+}
+
+/* Row `index` of the inputs of a product, from fp32. width: a multiple of LANES. */
+static void store_row(const Linear *l, const float *x, void *rows, float *scales, int64_t index) {
+    const int width = l->inputs;
+    if (kind_of(l) == BF16) {
+        bf16 *y = (bf16 *)rows + index * width;
+        for (int i = 0; i < width; i += LANES) store_bf16(y + i, (floats)_mm512_loadu_ps(x + i));
+        return;
+    }
+    uint8_t *y = (uint8_t *)rows + index * width;
+    __m512 most = _mm512_setzero_ps();
+    for (int i = 0; i < width; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+    const float largest = _mm512_reduce_max_ps(most), scale = largest / 127.0f;
+    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    for (int i = 0; i < width; i += LANES) {
+        const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
+        _mm_storeu_si128((__m128i *)(y + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(value, _mm512_set1_epi32(128))));
+    }
+    scales[index] = scale;
+}
+
+static void rms_norm(const float *x, const float *weight, float *y, int width, float epsilon) {
     floats squares = {0};
     for (int i = 0; i < width; i += LANES) {
         floats v;
@@ -81,29 +118,52 @@ static void rms_norm(const float *x, const float *weight, bf16 *y, int width, fl
         squares += v * v;
     }
     const float scale = 1.0f / sqrtf(sum_of_lanes(squares) / (float)width + epsilon);
-    for (int i = 0; i < width; i += LANES) {
-        const __m512 v = _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(scale));
-        const __m256bh half = _mm512_cvtneps_pbh(_mm512_mul_ps(v, _mm512_loadu_ps(weight + i)));
-        memcpy(y + i, &half, sizeof half);
+    for (int i = 0; i < width; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* The rows that this thread prepares, and where they go: all rows to a place of its own if they are few. */
+static void own_rows(const Worker *w, int *first, int *last, int64_t *place) {
+    if (w->s->num_tokens <= FEW_ROWS) {
+        *first = 0;
+        *last = w->s->num_tokens;
+        *place = (int64_t)w->thread * padded(FEW_ROWS);
+    } else {
+        share(w->s->num_tokens, 1, w->thread, w->s->num_threads, first, last);
+        *place = 0;
     }
 }
 
-/* The normed residual stream. Returns rows that this thread can read at once. */
-static const bf16 *norm_rows(const Worker *w, const float *weight) {
+static Inputs prepared(const Worker *w, const Linear *l, int64_t place) {
+    if (w->s->num_tokens > FEW_ROWS) meet(w->team);
+    return (Inputs){(const word *)w->s->inputs + place * words_of(l), w->s->input_scales + place};
+}
+
+/* The normed residual stream, as inputs of a product. */
+static Inputs normed_rows(const Worker *w, const Linear *l, const float *weight) {
     const Step *s = w->s;
-    const int width = w->d->hidden;
-    if (s->num_tokens <= FEW_ROWS) {
-        bf16 *mine = s->normed + (int64_t)w->thread * padded(FEW_ROWS) * width;
-        for (int row = 0; row < s->num_tokens; row++)
-            rms_norm(s->hidden + (int64_t)row * width, weight, mine + (int64_t)row * width, width, w->d->epsilon);
-        return mine;
-    }
+    float normed[l->inputs];
     int first, last;
-    share(s->num_tokens, 1, w->thread, s->num_threads, &first, &last);
-    for (int64_t row = first; row < last; row++)
-        rms_norm(s->hidden + row * width, weight, s->normed + row * width, width, w->d->epsilon);
-    meet(w->team);
-    return s->normed;
+    int64_t place;
+    own_rows(w, &first, &last, &place);
+    for (int64_t row = first; row < last; row++) {
+        rms_norm(s->hidden + row * l->inputs, weight, normed, l->inputs, w->d->epsilon);
+        store_row(l, normed, s->inputs, s->input_scales, place + row);
+    }
+    return prepared(w, l, place);
+}
+
+/* Rows of bf16 as inputs of a product. */
+static Inputs rows_of(const Worker *w, const Linear *l, const bf16 *x) {
+    if (kind_of(l) == BF16) return (Inputs){(const word *)x, NULL};
+    float row_of_floats[l->inputs];
+    int first, last;
+    int64_t place;
+    own_rows(w, &first, &last, &place);
+    for (int64_t row = first; row < last; row++) {
+        for (int i = 0; i < l->inputs; i++) row_of_floats[i] = to_float(x[row * l->inputs + i]);
+        store_row(l, row_of_floats, w->s->inputs, w->s->input_scales, place + row);
+    }
+    return prepared(w, l, place);
 }
 
 /* Adds normed outputs of a branch to the residual stream, where the model norms them. */
@@ -134,11 +194,6 @@ static inline floats activate(floats x, int activation) {
     return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 0.5 (1 + tanh(z)) is sigmoid(2 z) */
 }
 
-static inline void store_bf16(bf16 *target, floats values) {
-    const __m256bh half = _mm512_cvtneps_pbh((__m512)values);
-    memcpy(target, &half, sizeof half);
-}
-
 typedef enum { TO_BF16, TO_FP32, ADD_TO_FP32, GATED } Finish;
 
 typedef struct {
@@ -149,23 +204,31 @@ typedef struct {
     int activation;        /* for GATED */
 } Target;
 
-static void finish_tile(const Linear *l, const Target *t, float *tile, int row, int rows, int block, int blocks) {
+static void finish_tile(
+    const Linear *l, const Target *t, const float *row_scales, float *tile, int row, int rows, int block, int blocks) {
+    const int column = block * BLOCK, width = blocks * BLOCK;
     for (int r = 0; r < rows; r++) {
         float *sums = tile + r * TILE_COLUMNS;
         const int64_t at = (row + r) * t->row;
-        for (int n = 0; l->bias && n < blocks * BLOCK; n++) sums[n] += l->bias[block * BLOCK + n];
+        if (l->scales) {
+            int32_t whole[TILE_COLUMNS];
+            memcpy(whole, sums, sizeof whole);
+            for (int n = 0; n < width; n++)
+                sums[n] = (float)(whole[n] - l->offsets[column + n]) * (row_scales[row + r] * l->scales[column + n]);
+        }
+        for (int n = 0; l->bias && n < width; n++) sums[n] += l->bias[column + n];
         for (int n = 0; n < blocks; n++) {
             floats values;
             memcpy(&values, sums + n * BLOCK, sizeof values);
-            const int64_t column = at + (int64_t)(block + n) * BLOCK;
+            const int64_t to = at + column + n * BLOCK;
             switch (t->finish) {
-                case TO_BF16: store_bf16((bf16 *)t->output + column, values); break;
-                case TO_FP32: memcpy((float *)t->output + column, &values, sizeof values); break;
+                case TO_BF16: store_bf16((bf16 *)t->output + to, values); break;
+                case TO_FP32: memcpy((float *)t->output + to, &values, sizeof values); break;
                 case ADD_TO_FP32: {
                     floats before;
-                    memcpy(&before, (float *)t->output + column, sizeof before);
+                    memcpy(&before, (float *)t->output + to, sizeof before);
                     before += values * t->scale;
-                    memcpy((float *)t->output + column, &before, sizeof before);
+                    memcpy((float *)t->output + to, &before, sizeof before);
                     break;
                 }
                 case GATED: {
@@ -181,9 +244,9 @@ static void finish_tile(const Linear *l, const Target *t, float *tile, int row, 
 }
 
 /* This thread's outputs of a product, for all rows. */
-static void linear(const Worker *w, const Linear *l, const bf16 *x, int num_rows, const Target *target) {
-    const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK;
-    const int64_t block_size = (int64_t)l->inputs * BLOCK;
+static void linear(const Worker *w, const Linear *l, Inputs x, int num_rows, const Target *target) {
+    const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK, num_words = words_of(l);
+    const int64_t block_size = (int64_t)num_words * BLOCK;
     float tile[TILE_ROWS * TILE_COLUMNS] __attribute__((aligned(64)));
     int first, last;
     share(num_blocks, target->finish == GATED ? 2 : 1, w->thread, w->team->num_threads, &first, &last);
@@ -191,13 +254,16 @@ static void linear(const Worker *w, const Linear *l, const bf16 *x, int num_rows
         const int blocks = last - block < MAX_BLOCKS ? last - block : MAX_BLOCKS;
         for (int row = 0; row < num_rows; row += TILE_ROWS) {
             const int rows = num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS;
-            for (int k = 0; k < l->inputs; k += MAX_INPUTS) {
-                const int inputs = l->inputs - k < MAX_INPUTS ? l->inputs - k : MAX_INPUTS;
-                multiply(x + (int64_t)row * l->inputs + k, l->inputs, rows,
-                         l->packed + block * block_size + (int64_t)k * BLOCK, block_size, blocks, inputs, tile,
-                         TILE_COLUMNS, k > 0);
+            for (int k = 0; k < num_words; k += MAX_WORDS) {
+                const int words = num_words - k < MAX_WORDS ? num_words - k : MAX_WORDS;
+                const word *a = x.rows + (int64_t)row * num_words + k;
+                const word *b = l->packed + block * block_size + (int64_t)k * BLOCK;
+                if (kind_of(l) == BF16)
+                    multiply_bf16(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
+                else
+                    multiply_int8(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
             }
-            finish_tile(l, target, tile, row, rows, block, blocks);
+            finish_tile(l, target, x.scales, tile, row, rows, block, blocks);
         }
     }
 }
@@ -325,8 +391,8 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     memset(sums, 0, sizeof(float) * num_rows * D);
     const int low = layer->window > 0 && position - layer->window + 1 > 0 ? position - layer->window + 1 : 0;
     for (int key = low / CHUNK_KEYS * CHUNK_KEYS; key < position + tokens; key += CHUNK_KEYS) {
-        multiply(query, D, num_rows, keys + (int64_t)key * D, (int64_t)BLOCK * D, CHUNK_KEYS / BLOCK, D, scores,
-                 CHUNK_KEYS, 0);
+        multiply_bf16(query, D / 2, num_rows, keys + (int64_t)key * D, (int64_t)BLOCK * D / 2, CHUNK_KEYS / BLOCK,
+                      D / 2, scores, CHUNK_KEYS, 0);
         for (int r = 0; r < num_rows; r++) {
             const int at = position + r / G; /* of the query */
             const int last = at - key, begin = layer->window > 0 ? at - layer->window + 1 - key : 0;
@@ -365,8 +431,8 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
         }
         for (int i = 0; i < D; i += TILE_COLUMNS) {
             const int blocks = D - i < TILE_COLUMNS ? (D - i) / BLOCK : MAX_BLOCKS;
-            multiply(weights, CHUNK_KEYS, num_rows, values + i * padded_keys + (int64_t)key * BLOCK,
-                     padded_keys * BLOCK, blocks, CHUNK_KEYS, sums + i, D, 1);
+            multiply_bf16(weights, CHUNK_KEYS / 2, num_rows, values + i * padded_keys + (int64_t)key * BLOCK,
+                          padded_keys * BLOCK / 2, blocks, CHUNK_KEYS / 2, sums + i, D, 1);
         }
     }
     for (int r = 0; r < num_rows; r++) {
@@ -429,7 +495,7 @@ static void run_layer(const Worker *w, int index) {
     const int rows = s->num_tokens, D = d->head_dim;
 
     const Target qkv = {TO_BF16, s->qkv, (int64_t)(d->num_heads + 2 * d->num_kv_heads) * D, 0, 0};
-    linear(w, &layer->qkv, norm_rows(w, layer->attention_norm), rows, &qkv);
+    linear(w, &layer->qkv, normed_rows(w, &layer->qkv, layer->attention_norm), rows, &qkv);
     meet(w->team);
     rotate_and_store(w, layer, index);
     meet(w->team);
@@ -437,14 +503,14 @@ static void run_layer(const Worker *w, int index) {
 
     const Target add = {ADD_TO_FP32, s->hidden, d->hidden, d->residual_scale, 0};
     const Target branch = {TO_FP32, s->branch, d->hidden, 0, 0};
-    linear(w, &layer->output, s->attended, rows, layer->after_attention_norm ? &branch : &add);
+    linear(w, &layer->output, rows_of(w, &layer->output, s->attended), rows, layer->after_attention_norm ? &branch : &add);
     if (layer->after_attention_norm) add_normed_branch(w, layer->after_attention_norm);
     meet(w->team);
 
     const Target gated = {GATED, s->activated, d->intermediate, 0, d->activation};
-    linear(w, &layer->gate_up, norm_rows(w, layer->mlp_norm), rows, &gated);
+    linear(w, &layer->gate_up, normed_rows(w, &layer->gate_up, layer->mlp_norm), rows, &gated);
     meet(w->team);
-    linear(w, &layer->down, s->activated, rows, layer->after_mlp_norm ? &branch : &add);
+    linear(w, &layer->down, rows_of(w, &layer->down, s->activated), rows, layer->after_mlp_norm ? &branch : &add);
     if (layer->after_mlp_norm) add_normed_branch(w, layer->after_mlp_norm);
     meet(w->team);
 }
@@ -474,38 +540,65 @@ void kvferry_run_layers(const Decoder *d, const Step *s) {
     }
 }
 
-/* The norm at the end, then the LM head. rows: [num_rows] indices into hidden [tokens, width]. normed: scratch
- * [num_rows padded, width]. logits: [num_rows padded, outputs padded]. */
+/* The norm at the end, then the LM head. rows: [num_rows] indices into hidden [tokens, width]. inputs, input_scales:
+ * scratch for num_rows padded rows. logits: [num_rows padded, outputs padded]. */
 void kvferry_run_head(
     const Linear *head, const float *norm, float epsilon, const float *hidden, const int64_t *rows, int num_rows,
-    bf16 *normed, float *logits, int num_threads) {
+    void *inputs, float *input_scales, float *logits, int num_threads) {
     const int width = head->inputs;
+    float normed[width];
     Team team = {.num_threads = num_threads};
-    for (int64_t row = 0; row < num_rows; row++)
-        rms_norm(hidden + rows[row] * width, norm, normed + row * width, width, epsilon);
+    for (int64_t row = 0; row < num_rows; row++) {
+        rms_norm(hidden + rows[row] * width, norm, normed, width, epsilon);
+        store_row(head, normed, inputs, input_scales, row);
+    }
 #pragma omp parallel num_threads(num_threads)
     {
         const Worker worker = {NULL, NULL, &team, omp_get_thread_num()};
         const Target target = {TO_FP32, logits, (int64_t)(head->outputs + BLOCK - 1) / BLOCK * BLOCK, 0, 0};
         begin_amx();
-        linear(&worker, head, normed, num_rows, &target);
+        linear(&worker, head, (Inputs){inputs, input_scales}, num_rows, &target);
         end_amx();
     }
 }
 
 /* Packs a weight [outputs, inputs] into blocks first_block, first_block + block_step, ... */
-void kvferry_pack(const bf16 *weight, int outputs, int inputs, bf16 *packed, int first_block, int block_step) {
+void kvferry_pack(const bf16 *weight, int outputs, int inputs, word *packed, int first_block, int block_step) {
+    const int words = inputs / 2;
 #pragma omp parallel for
     for (int block = 0; block < (outputs + BLOCK - 1) / BLOCK; block++) {
-        bf16 *to = packed + (int64_t)(first_block + block * block_step) * inputs * BLOCK;
-        for (int n = 0; n < BLOCK; n++)
-            for (int k = 0; k < inputs; k += 2) {
-                if (block * BLOCK + n < outputs)
-                    memcpy(to + k * BLOCK + 2 * n, weight + (int64_t)(block * BLOCK + n) * inputs + k, 4);
-                else
-                    memset(to + k * BLOCK + 2 * n, 0, 4);
-            }
+        word *to = packed + (int64_t)(first_block + block * block_step) * words * BLOCK;
+        for (int n = 0; n < BLOCK && block * BLOCK + n < outputs; n++)
+            for (int k = 0; k < words; k++)
+                memcpy(to + k * BLOCK + n, weight + (int64_t)(block * BLOCK + n) * inputs + 2 * k, sizeof(word));
     }
 }
+
+#ifdef __AVX512VNNI__
+/* The same, as integers of 8 bits with a scale for each output. Rounds to the nearest. */
+void kvferry_pack_int8(
+    const bf16 *weight, int outputs, int inputs, word *packed, int first_block, int block_step, float *scales,
+    int32_t *offsets) {
+    const int words = inputs / 4;
+#pragma omp parallel for
+    for (int output = 0; output < outputs; output++) {
+        const bf16 *row = weight + (int64_t)output * inputs;
+        const int64_t block = first_block + output / BLOCK * block_step, n = output % BLOCK;
+        float largest = 0.0f;
+        int32_t sum = 0;
+        for (int k = 0; k < inputs; k++) largest = fmaxf(largest, fabsf(to_float(row[k])));
+        for (int k = 0; k < words; k++) {
+            int8_t four[4];
+            for (int i = 0; i < 4; i++) {
+                four[i] = largest > 0.0f ? (int8_t)rintf(to_float(row[4 * k + i]) * (127.0f / largest)) : 0;
+                sum += four[i];
+            }
+            memcpy(packed + block * words * BLOCK + (int64_t)k * BLOCK + n, four, sizeof four);
+        }
+        scales[block * BLOCK + n] = largest / 127.0f;
+        offsets[block * BLOCK + n] = 128 * sum;
+    }
+}
+#endif
 
 #endif

@@ -34,6 +34,8 @@ class _Linear(ctypes.Structure):
     _fields_ = (
         ("packed", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
         ("inputs", ctypes.c_int32),
         ("outputs", ctypes.c_int32),
     )
@@ -110,7 +112,8 @@ class _Step(ctypes.Structure):
                 "lengths",
                 "pack_offset",
                 "slots",
-                "normed",
+                "inputs",
+                "input_scales",
                 "qkv",
                 "attended",
                 "activated",
@@ -124,44 +127,60 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackedLinear:
-    """A linear layer whose weight is packed: see matmul.h."""
+    """A linear layer whose weight is packed; see matmul.h. All per output, padded to whole blocks."""
 
     packed: torch.Tensor
     bias: torch.Tensor | None
-    """[outputs] fp32."""
+    """fp32."""
+    scales: torch.Tensor | None
+    """fp32: the weights are 8-bit integers times this. None: the weights are bf16."""
+    offsets: torch.Tensor | None
+    """int32: 128 times the sum of an output's integers."""
     inputs: int
     outputs: int
 
     def argument(self) -> _Linear:
         """For the kernels. Points into this object, which must outlive it."""
-        bias = None if self.bias is None else self.bias.data_ptr()
-        return _Linear(self.packed.data_ptr(), bias, self.inputs, self.outputs)
+        pointers = (_address(tensor) for tensor in (self.packed, self.bias, self.scales, self.offsets))
+        return _Linear(*pointers, self.inputs, self.outputs)
 
 
-def pack(parts: Seq[torch.nn.Linear], in_turns: bool = False) -> PackedLinear:
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def pack(parts: Seq[torch.nn.Linear], in_turns: bool = False, quantize: bool = False) -> PackedLinear:
     """Packs bf16 linear layers with the same inputs into one.
 
     in_turns: blocks of two layers in turns, as gate and up are stored; else one layer after the other.
+    quantize: as 8-bit integers with a scale for each output.
     """
     inputs, outputs = parts[0].in_features, sum(part.out_features for part in parts)
-    packed = huge_pages.zeros((-(-outputs // BLOCK) * BLOCK * inputs,), torch.bfloat16)
+    padded_outputs = _padded(outputs, BLOCK)
+    packed = huge_pages.zeros((padded_outputs * inputs,), torch.int8 if quantize else torch.bfloat16)
+    scales = torch.zeros(padded_outputs) if quantize else None
+    offsets = torch.zeros(padded_outputs, dtype=torch.int32) if quantize else None
     kernels = load_kernels()
     assert kernels is not None
     first = 0
     for index, part in enumerate(parts):
         weight = part.weight.detach().contiguous()
         begin, step = (index, len(parts)) if in_turns else (first, 1)
-        kernels.kvferry_pack(weight.data_ptr(), part.out_features, inputs, packed.data_ptr(), begin, step)
+        arguments = (weight.data_ptr(), part.out_features, inputs, packed.data_ptr(), begin, step)
+        if quantize:
+            kernels.kvferry_pack_int8(*arguments, _address(scales), _address(offsets))
+        else:
+            kernels.kvferry_pack(*arguments)
         first += part.out_features // BLOCK
-    biases = [part.bias for part in parts]
-    if all(bias is None for bias in biases):
-        return PackedLinear(packed, None, inputs, outputs)
-    filled = [
-        torch.zeros(part.out_features) if bias is None else bias.detach().float()
-        for part, bias in zip(parts, biases, strict=True)
-    ]
-    joined = torch.stack([bias.view(-1, BLOCK) for bias in filled], dim=1).flatten() if in_turns else torch.cat(filled)
-    return PackedLinear(packed, torch.nn.functional.pad(joined, (0, -outputs % BLOCK)), inputs, outputs)
+    return PackedLinear(packed, _joined_bias(parts, in_turns), scales, offsets, inputs, outputs)
+
+
+def _joined_bias(parts: Seq[torch.nn.Linear], in_turns: bool) -> torch.Tensor | None:
+    if all(part.bias is None for part in parts):
+        return None
+    biases = [torch.zeros(part.out_features) if part.bias is None else part.bias.detach().float() for part in parts]
+    joined = torch.stack([bias.view(-1, BLOCK) for bias in biases], dim=1).flatten() if in_turns else torch.cat(biases)
+    return torch.nn.functional.pad(joined, (0, -len(joined) % BLOCK))
 
 
 @dataclass(frozen=True)
@@ -195,7 +214,7 @@ class DecoderLayer:
             self.key_norm,
         )
         return _Layer(
-            *(None if norm is None else norm.data_ptr() for norm in norms),
+            *(_address(norm) for norm in norms),
             *(linear.argument() for linear in (self.qkv, self.output, self.gate_up, self.down)),
             self.attention.sliding_window or 0,
             int(self.rotates),
@@ -229,11 +248,12 @@ class DecoderWeights:
         return self.layers[0].down.inputs
 
 
-def can_run(weights_head_dim: int, group: int) -> bool:
+def can_run(head_dim: int, group: int, quantized: bool) -> bool:
     """Whether the kernels are there and take heads of this size, `group` query heads for each KV head."""
     kernels = load_kernels()
-    fits = weights_head_dim % 32 == 0 and weights_head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
-    return fits and kernels is not None and hasattr(kernels, "kvferry_run_layers")
+    fits = head_dim % 32 == 0 and head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
+    needed = "kvferry_pack_int8" if quantized else "kvferry_pack"
+    return fits and kernels is not None and hasattr(kernels, needed)
 
 
 class _Scratch:
@@ -281,16 +301,6 @@ class NativeDecoder:
         )
         self._scratch = _Scratch()
 
-    def begin(
-        self, batch: Seq[ScheduledSequence], hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> NativeStep:
-        """Prepares a step. Page tables must have pages for all new tokens.
-
-        batch: in any order, with new tokens in the order of `hidden`.
-        hidden: [tokens, hidden_size] fp32 embeddings; the layers change it. cos, sin: [tokens, rotary_dim / 2] fp32.
-        """
-        return NativeStep(self, batch, hidden, cos, sin)
-
     def run_layers(self, step: _Step) -> None:
         """Computes layers [first_layer, last_layer) of a step."""
         self._kernels.kvferry_run_layers(ctypes.byref(self._decoder), ctypes.byref(step))
@@ -298,7 +308,7 @@ class NativeDecoder:
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Final norm and LM head for some rows, int64 indices into `hidden`. Returns [rows, vocab_size] fp32."""
         head, count = self._weights.head, rows.numel()
-        padded_rows, padded_outputs = _padded(count), -(-head.outputs // BLOCK) * BLOCK
+        padded_rows, padded_outputs = _padded(count, ROW_MULTIPLE), _padded(head.outputs, BLOCK)
         logits = torch.empty((padded_rows, padded_outputs), dtype=torch.float32)
         self._kernels.kvferry_run_head(
             ctypes.byref(self._head),
@@ -307,7 +317,8 @@ class NativeDecoder:
             hidden.data_ptr(),
             rows.data_ptr(),
             count,
-            self._scratch.get("normed", padded_rows * head.inputs, torch.bfloat16),
+            self._scratch.get("inputs", padded_rows * head.inputs, torch.bfloat16),
+            self._scratch.get("input_scales", padded_rows, torch.float32),
             logits.data_ptr(),
             torch.get_num_threads(),
         )
@@ -345,7 +356,8 @@ class NativeDecoder:
         if num_decodes:
             wanted = -(-TASKS_PER_THREAD * threads // (num_decodes * w.num_kv_heads))
             splits = max(1, min(wanted, max(lengths[num_chunks:]) // MIN_SPLIT_TOKENS))
-        rows, get = _padded(num_tokens), self._scratch.get
+        rows, get = _padded(num_tokens, ROW_MULTIPLE), self._scratch.get
+        most_rows = max(rows, threads * _padded(FEW_ROWS, ROW_MULTIPLE))
         bf16, fp32 = torch.bfloat16, torch.float32
         qkv_width = (w.num_heads + 2 * w.num_kv_heads) * w.head_dim
         group = w.num_heads // w.num_kv_heads
@@ -365,7 +377,8 @@ class NativeDecoder:
             *(counts[row].ctypes.data for row in range(4)),
             offsets.ctypes.data,
             get("slots", num_tokens, torch.int64),
-            get("normed", max(rows, threads * _padded(FEW_ROWS)) * w.hidden_size, bf16),
+            get("inputs", most_rows * max(w.hidden_size, w.num_heads * w.head_dim, w.intermediate_size), bf16),
+            get("input_scales", most_rows, fp32),
             get("qkv", rows * qkv_width, bf16),
             get("attended", rows * w.num_heads * w.head_dim, bf16),
             get("activated", rows * w.intermediate_size, bf16),
@@ -377,7 +390,7 @@ class NativeDecoder:
 
 
 class NativeStep:
-    """One step of a `NativeDecoder`."""
+    """One step of a `NativeDecoder`. Page tables must have pages for all new tokens."""
 
     def __init__(
         self,
@@ -387,6 +400,10 @@ class NativeStep:
         cos: torch.Tensor,
         sin: torch.Tensor,
     ) -> None:
+        """batch: in any order, with new tokens in the order of `hidden`.
+
+        hidden: [tokens, hidden_size] fp32 embeddings; the layers change it. cos, sin: [tokens, rotary_dim / 2] fp32.
+        """
         self._decoder, self._hidden = decoder, hidden
         self._step, self._kept_alive = decoder.lay_out(batch, hidden, cos, sin)
 
@@ -400,5 +417,5 @@ class NativeStep:
         return self._decoder.logits(self._hidden, rows)
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

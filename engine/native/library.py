@@ -131,9 +131,10 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     if hasattr(library, "kvferry_run_layers"):  # the processor has bf16 instructions
         pointer, number = ctypes.c_void_p, ctypes.c_int32
         library.kvferry_run_layers.argtypes = [pointer] * 2
-        library.kvferry_run_head.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] + [pointer] * 2
+        library.kvferry_run_head.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] + [pointer] * 3
         library.kvferry_run_head.argtypes += [number]
         library.kvferry_pack.argtypes = [pointer, number, number, pointer, number, number]
-        for name in ("kvferry_run_layers", "kvferry_run_head", "kvferry_pack"):
+        library.kvferry_pack_int8.argtypes = [*library.kvferry_pack.argtypes, pointer, pointer]
+        for name in ("kvferry_run_layers", "kvferry_run_head", "kvferry_pack", "kvferry_pack_int8"):
             getattr(library, name).restype = None
     return library

@@ -1,7 +1,10 @@
-/* Matrix products on bf16 with weights that are packed once.
+/* Matrix products with weights that are packed once, on bf16 or on 8-bit integers.
  *
- * Packed weights [outputs / 16][inputs / 2][16 outputs][2 inputs]: 64 bytes are one operand of vdpbf16ps, 1024 bytes one
- * tile of AMX, and the blocks of 16 outputs can be shared among threads.
+ * Both are seen as 32-bit words: two bf16 numbers or four integers, which one instruction multiplies and adds. Packed
+ * weights are [outputs / 16][words][16 outputs]: 64 bytes are one operand of vdpbf16ps or vpdpbusd, 1024 bytes one tile
+ * of AMX, and the blocks of 16 outputs can be shared among threads. Sums are fp32, or int32.
+ *
+ * Integer rows are unsigned (128 added), weights signed, as vpdpbusd wants them.
  */
 #ifndef KVFERRY_MATMUL_H
 #define KVFERRY_MATMUL_H
@@ -14,50 +17,58 @@
 #define MAX_BLOCKS 4      /* blocks that are computed together */
 #define TILE_COLUMNS (BLOCK * MAX_BLOCKS)
 #define TILE_ROWS 96      /* rows that are computed together: their sums stay in the first cache */
-#define MAX_INPUTS 2048   /* inputs that are multiplied before the next ones: a block of them stays in the second cache */
+#define MAX_WORDS 1024    /* words that are multiplied before the next ones: a block of them stays in the second cache */
 #define AMX_ROWS 16
+#define AMX_WORDS 16
 #define FEWEST_AMX_ROWS 5 /* fewer are as fast without */
 
-/* c[R][NB * 16] (+)= a[R][K] * b. b: NB blocks, `b_block` elements apart. K: even. */
+typedef uint32_t word;
+typedef enum { BF16, INT8 } Kind;
+
+static inline __attribute__((always_inline)) __m512i multiply_add_words(__m512i sum, __m512i row, __m512i weights, const Kind kind) {
+#ifdef __AVX512VNNI__
+    if (kind == INT8) return _mm512_dpbusd_epi32(sum, row, weights);
+#endif
+    return (__m512i)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)row);
+}
+
+/* c[R][NB * 16] (+)= a[R][words] * b. b: NB blocks, `b_block` words apart. c: fp32 or int32. */
 static inline __attribute__((always_inline)) void multiply_rows(
-    const bf16 *a, int64_t a_row, const bf16 *b, int64_t b_block, int K, float *c, int64_t c_row, int adds,
-    const int R, const int NB) {
-    __m512 sum[6][MAX_BLOCKS];
+    const word *a, int64_t a_row, const word *b, int64_t b_block, int words, word *c, int64_t c_row, int adds,
+    const Kind kind, const int R, const int NB) {
+    __m512i sum[6][MAX_BLOCKS];
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < NB; n++) sum[r][n] = adds ? _mm512_loadu_ps(c + r * c_row + n * BLOCK) : _mm512_setzero_ps();
-    for (int k = 0; k < K; k += 2, b += 2 * BLOCK) {
-        __m512bh w[MAX_BLOCKS];
-        for (int n = 0; n < NB; n++) w[n] = (__m512bh)_mm512_loadu_si512(b + n * b_block);
+        for (int n = 0; n < NB; n++)
+            sum[r][n] = adds ? _mm512_loadu_si512(c + r * c_row + n * BLOCK) : _mm512_setzero_si512();
+    for (int k = 0; k < words; k++, b += BLOCK) {
+        __m512i w[MAX_BLOCKS];
+        for (int n = 0; n < NB; n++) w[n] = _mm512_loadu_si512(b + n * b_block);
         for (int r = 0; r < R; r++) {
-            int32_t pair;
-            memcpy(&pair, a + r * a_row + k, sizeof pair);
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-            for (int n = 0; n < NB; n++) sum[r][n] = _mm512_dpbf16_ps(sum[r][n], w[n], x);
+            const __m512i x = _mm512_set1_epi32((int)a[r * a_row + k]);
+            for (int n = 0; n < NB; n++) sum[r][n] = multiply_add_words(sum[r][n], x, w[n], kind);
         }
     }
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < NB; n++) _mm512_storeu_ps(c + r * c_row + n * BLOCK, sum[r][n]);
+        for (int n = 0; n < NB; n++) _mm512_storeu_si512(c + r * c_row + n * BLOCK, sum[r][n]);
 }
 
-#define ROWS_CASE(R)                                                                    \
-    case R:                                                                             \
-        switch (blocks) {                                                               \
-            case 1: multiply_rows(a, a_row, b, b_block, K, c, c_row, adds, R, 1); break; \
-            case 2: multiply_rows(a, a_row, b, b_block, K, c, c_row, adds, R, 2); break; \
-            case 3: multiply_rows(a, a_row, b, b_block, K, c, c_row, adds, R, 3); break; \
-            default: multiply_rows(a, a_row, b, b_block, K, c, c_row, adds, R, 4);       \
-        }                                                                               \
+#define ROWS_CASE(R)                                                                                        \
+    case R:                                                                                                 \
+        switch (blocks) {                                                                                   \
+            case 1: multiply_rows(a, a_row, b, b_block, words, c, c_row, adds, kind, R, 1); break;           \
+            case 2: multiply_rows(a, a_row, b, b_block, words, c, c_row, adds, kind, R, 2); break;           \
+            case 3: multiply_rows(a, a_row, b, b_block, words, c, c_row, adds, kind, R, 3); break;           \
+            default: multiply_rows(a, a_row, b, b_block, words, c, c_row, adds, kind, R, 4);                 \
+        }                                                                                                   \
         break;
 
-static void multiply_with_vectors(
-    const bf16 *a, int64_t a_row, int rows, const bf16 *b, int64_t b_block, int blocks, int K, float *c, int64_t c_row,
-    int adds) {
-    for (int r = 0; r < rows; r += 6, a += 6 * a_row, c += 6 * c_row)
-        switch (rows - r) {
-            ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5)
-            default:
-                switch (6) { ROWS_CASE(6) }
-        }
+static inline __attribute__((always_inline)) void multiply_with_vectors(
+    const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
+    int64_t c_row, int adds, const Kind kind) {
+    for (int r = 0; r < rows; r += 6, a += 6 * a_row, c += 6 * c_row) {
+        const int some = rows - r < 6 ? rows - r : 6;
+        switch (some) { ROWS_CASE(1) ROWS_CASE(2) ROWS_CASE(3) ROWS_CASE(4) ROWS_CASE(5) ROWS_CASE(6) }
+    }
 }
 
 #ifdef __AMX_BF16__
@@ -89,12 +100,18 @@ static void end_amx(void) {
     if (may_use_amx()) _tile_release();
 }
 
-/* 16 or 32 rows by one or two blocks. K: a multiple of 32. Reads 16 or 32 rows of `a`. */
+#define DOT_TILES(sum, row, weights)                                             \
+    do {                                                                         \
+        if (kind == INT8) _tile_dpbusd(sum, row, weights);                       \
+        else _tile_dpbf16ps(sum, row, weights);                                  \
+    } while (0)
+
+/* 16 or 32 rows by one or two blocks. words: a multiple of AMX_WORDS. Reads 16 or 32 rows of `a`. */
 static inline __attribute__((always_inline)) void multiply_tiles(
-    const bf16 *a, int64_t a_row, const bf16 *b, int64_t b_block, int K, float *c, int64_t c_row, int adds,
-    const int two_rows, const int two_blocks) {
-    float *c1 = c + AMX_ROWS * c_row;
-    const int64_t c_bytes = c_row * sizeof(float), a_bytes = a_row * sizeof(bf16);
+    const word *a, int64_t a_row, const word *b, int64_t b_block, int words, word *c, int64_t c_row, int adds,
+    const Kind kind, const int two_rows, const int two_blocks) {
+    word *c1 = c + AMX_ROWS * c_row;
+    const int64_t c_bytes = c_row * sizeof(word), a_bytes = a_row * sizeof(word);
     if (adds) {
         _tile_loadd(0, c, c_bytes);
         if (two_blocks) _tile_loadd(1, c + BLOCK, c_bytes);
@@ -106,18 +123,18 @@ static inline __attribute__((always_inline)) void multiply_tiles(
         _tile_zero(2);
         _tile_zero(3);
     }
-    for (int k = 0; k < K; k += 32, a += 32, b += 32 * BLOCK) {
+    for (int k = 0; k < words; k += AMX_WORDS, a += AMX_WORDS, b += AMX_WORDS * BLOCK) {
         _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, b, 64);
-        _tile_dpbf16ps(0, 4, 6);
+        DOT_TILES(0, 4, 6);
         if (two_blocks) {
             _tile_loadd(7, b + b_block, 64);
-            _tile_dpbf16ps(1, 4, 7);
+            DOT_TILES(1, 4, 7);
         }
         if (two_rows) {
             _tile_loadd(5, a + AMX_ROWS * a_row, a_bytes);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two_blocks) _tile_dpbf16ps(3, 5, 7);
+            DOT_TILES(2, 5, 6);
+            if (two_blocks) DOT_TILES(3, 5, 7);
         }
     }
     _tile_stored(0, c, c_bytes);
@@ -126,21 +143,18 @@ static inline __attribute__((always_inline)) void multiply_tiles(
     if (two_rows && two_blocks) _tile_stored(3, c1 + BLOCK, c_bytes);
 }
 
-static void multiply_with_amx(
-    const bf16 *a, int64_t a_row, int rows, const bf16 *b, int64_t b_block, int blocks, int K, float *c, int64_t c_row,
-    int adds) {
+static inline __attribute__((always_inline)) void multiply_with_amx(
+    const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
+    int64_t c_row, int adds, const Kind kind) {
     for (int n = 0; n < blocks; n += 2, b += 2 * b_block, c += 2 * BLOCK) {
-        const bf16 *rows_a = a;
-        float *rows_c = c;
-        for (int r = 0; r < rows; r += 2 * AMX_ROWS, rows_a += 2 * AMX_ROWS * a_row, rows_c += 2 * AMX_ROWS * c_row) {
-            if (rows - r > AMX_ROWS && blocks - n > 1)
-                multiply_tiles(rows_a, a_row, b, b_block, K, rows_c, c_row, adds, 1, 1);
-            else if (rows - r > AMX_ROWS)
-                multiply_tiles(rows_a, a_row, b, b_block, K, rows_c, c_row, adds, 1, 0);
-            else if (blocks - n > 1)
-                multiply_tiles(rows_a, a_row, b, b_block, K, rows_c, c_row, adds, 0, 1);
-            else
-                multiply_tiles(rows_a, a_row, b, b_block, K, rows_c, c_row, adds, 0, 0);
+        const word *from = a;
+        word *to = c;
+        for (int r = 0; r < rows; r += 2 * AMX_ROWS, from += 2 * AMX_ROWS * a_row, to += 2 * AMX_ROWS * c_row) {
+            const int two_rows = rows - r > AMX_ROWS, two_blocks = blocks - n > 1;
+            if (two_rows && two_blocks) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 1);
+            else if (two_rows) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 0);
+            else if (two_blocks) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 1);
+            else multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 0);
         }
     }
 }
@@ -150,18 +164,30 @@ static void begin_amx(void) {}
 static void end_amx(void) {}
 #endif
 
-/* c[rows][blocks * 16] (+)= a[rows][K] * b, for at most TILE_ROWS rows and MAX_BLOCKS blocks.
+/* c[rows][blocks * 16] (+)= a[rows][words] * b, for at most TILE_ROWS rows and MAX_BLOCKS blocks.
  * `a` and `c` have room for rows up to the next multiple of AMX_ROWS, which may hold anything. */
-static void multiply(
-    const bf16 *a, int64_t a_row, int rows, const bf16 *b, int64_t b_block, int blocks, int K, float *c, int64_t c_row,
-    int adds) {
+static inline __attribute__((always_inline)) void multiply_kind(
+    const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
+    int64_t c_row, int adds, const Kind kind) {
 #ifdef __AMX_BF16__
-    if (rows >= FEWEST_AMX_ROWS && K % 32 == 0 && may_use_amx()) {
-        multiply_with_amx(a, a_row, rows, b, b_block, blocks, K, c, c_row, adds);
+    if (rows >= FEWEST_AMX_ROWS && words % AMX_WORDS == 0 && may_use_amx()) {
+        multiply_with_amx(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, kind);
         return;
     }
 #endif
-    multiply_with_vectors(a, a_row, rows, b, b_block, blocks, K, c, c_row, adds);
+    multiply_with_vectors(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, kind);
+}
+
+static void multiply_bf16(
+    const void *a, int64_t a_row, int rows, const void *b, int64_t b_block, int blocks, int words, void *c,
+    int64_t c_row, int adds) {
+    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, BF16);
+}
+
+static void multiply_int8(
+    const void *a, int64_t a_row, int rows, const void *b, int64_t b_block, int blocks, int words, void *c,
+    int64_t c_row, int adds) {
+    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, INT8);
 }
 
 #endif

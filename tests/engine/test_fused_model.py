@@ -7,10 +7,12 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import fused_model
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
+from engine.errors import UnsupportedModelError
 from engine.kv_cache import KvCache
 from engine.loader import load_model
 from engine.model_runner import ModelRunner
@@ -60,8 +62,9 @@ def folder_of(tmp_path_factory):
     return make
 
 
-def load(folder, attention="auto", dtype="bfloat16"):
-    return load_model(EngineConfig(model=str(folder), device="cpu", dtype=dtype, attention=attention))
+def load(folder, attention="auto", dtype="bfloat16", quantize="none"):
+    config = EngineConfig(model=str(folder), device="cpu", dtype=dtype, attention=attention, quantize=quantize)
+    return load_model(config)
 
 
 def random_prompt(length, seed=0):
@@ -270,3 +273,65 @@ def test_layers_of_a_fused_model_hold_no_second_copy_of_the_weights(folder_of):
         == 2 * VOCAB_SIZE * SIZES["hidden_size"] + SIZES["hidden_size"]
     )
     assert fused_model.MAX_DIFFERENCE <= 0.05
+
+
+class RoundedLinear(torch.nn.Module):
+    """What `--quantize int8` says: weights rounded per output, inputs per row, both to 127 steps of their largest."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.bias = self.rounded(linear.weight.detach().bfloat16().float()), linear.bias
+
+    @staticmethod
+    def rounded(x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return torch.where(step > 0, (x / step).round() * step, 0.0)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.rounded(x), self.weight, self.bias)
+
+
+@pytest.mark.skipif(not has_kernels() or not hasattr(load_kernels(), "kvferry_pack_int8"), reason="no VNNI")
+class TestInt8:
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
+    def test_it_rounds_as_it_says_and_nothing_else(self, family, folder_of):
+        folder = folder_of(family)
+        rig = Rig(load(folder, quantize="int8"))
+        reference = load_reference(folder)
+        for name, part in list(reference.named_modules()):
+            if isinstance(part, torch.nn.Linear):
+                owner, _, last = name.rpartition(".")
+                setattr(reference.get_submodule(owner), last, RoundedLinear(part))
+        prompt = random_prompt(100)
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0].float()
+        sequence = rig.sequence(prompt)
+        rig.step((sequence, 60))
+        rig.step((sequence, 39))
+        assert difference(rig.step((sequence, 1)).logits[0], expected[-1]) < 0.04
+        # The quantized model differs from the plain one by more than that, so the bound above means something.
+        plain = load_reference(folder)
+        with torch.inference_mode():
+            assert difference(plain(torch.tensor([prompt])).logits[0, -1].float(), expected[-1]) > 0.005
+
+    def test_weights_of_zero(self, tmp_path):
+        folder = make_tiny_model("llama", tmp_path, **SIZES)
+        weights = load_file(folder / "model.safetensors")
+        for name in weights:
+            if name.endswith(("up_proj.weight", "o_proj.weight")):
+                weights[name].zero_()
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        rig = Rig(load(folder, quantize="int8"))
+        assert rig.step((rig.sequence(random_prompt(20)), 20)).logits.isfinite().all()
+
+    @pytest.mark.parametrize(
+        ("family", "options", "words"),
+        [
+            ("qwen3_moe", {}, "can't be quantized"),
+            ("llama", {"dtype": "float32"}, "only models in bfloat16 on a CPU"),
+            ("llama", {"attention": "torch"}, "an attention backend was named"),
+        ],
+    )
+    def test_what_can_not_be_quantized_is_refused(self, family, options, words, folder_of):
+        with pytest.raises(UnsupportedModelError, match=words):
+            load(folder_of(family), quantize="int8", **options)

@@ -11,7 +11,7 @@ from kv_transfer.layout import Fingerprint, check_equal
 
 
 def make_fingerprint(**changes):
-    base = Fingerprint("config", "weights", "tokenizer", "float32", 16, 30, 3, 64, "layer,kv", "{}", 2048)
+    base = Fingerprint("config", "weights", "tokenizer", "float32", 16, 30, 3, 64, "layer,kv", "{}", 2048, "none")
     return dataclasses.replace(base, **changes)
 
 

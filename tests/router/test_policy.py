@@ -62,13 +62,16 @@ class TestCanServe:
 
     def test_output_of_one_model_is_not_continued_by_another(self):
         pair, request = make_pair(), make_request()
-        request.model_hashes = ("config", "other weights")
+        request.model_hashes = ("config", "other weights", "none")
         pair.prefill.info.fingerprint.model_config_hash = "config"
         pair.prefill.info.fingerprint.weights_hash = "weights"
+        pair.prefill.info.fingerprint.quantization = "none"
         assert policy.can_serve(request, pair)
         request.output_token_ids = [7]
         assert not policy.can_serve(request, pair)
-        request.model_hashes = ("config", "weights")
+        request.model_hashes = ("config", "weights", "int8")
+        assert not policy.can_serve(request, pair)
+        request.model_hashes = ("config", "weights", "none")
         assert policy.can_serve(request, pair)
 
 
