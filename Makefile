@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-loop bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -69,6 +69,9 @@ bench: setup
 
 bench-engine: setup
 	$(BIN)/python -m benchmarks.micro.bench_engine
+
+bench-loop: setup
+	$(BIN)/python -m benchmarks.micro.bench_loop
 
 bench-prefill: setup
 	$(BIN)/python -m benchmarks.micro.bench_prefill

@@ -3,7 +3,7 @@
  *
  * The threads of a step go from phase to phase together (`team.h`). A thread owns outputs of a product, so it can finish
  * them (bias, activation, residual) while they are in its cache. The residual stream is fp32. Sums of a row are added in
- * an order that does not depend on other rows, unless the processor has AMX.
+ * an order that does not depend on other rows.
  */
 #ifdef __AVX512BF16__
 
@@ -184,14 +184,23 @@ static void add_normed_branch(const Worker *w, const float *weight) {
 
 /* Products. */
 
-static inline floats sigmoid(floats x) {
-    const floats e = exp_negative(choose(x < 0.0f, x, -x));
-    return choose(x < 0.0f, e, (floats){0} + 1.0f) / (e + 1.0f);
+/* e^x, relative error about 2e-7; 0 below -104. */
+static inline __m512 exp_vector(__m512 x) {
+    const __m512 y = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-151.0f));
+    const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m512 f = _mm512_sub_ps(y, n);
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(1.33335581e-3f), _mm512_set1_ps(9.61812910e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041086e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147182e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
 }
 
 static inline floats activate(floats x, int activation) {
-    if (activation == SILU) return x * sigmoid(x);
-    return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 0.5 (1 + tanh(z)) is sigmoid(2 z) */
+    /* x / (1 + e^-z), with z = x for SILU. For GELU 0.5 (1 + tanh(z / 2)) is 1 / (1 + e^-z). */
+    const floats z = activation == SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216f;
+    return x / ((floats)exp_vector((__m512)-z) + 1.0f);
 }
 
 typedef enum { TO_BF16, TO_FP32, ADD_TO_FP32, GATED } Finish;
@@ -327,6 +336,33 @@ static inline bf16 *packed_head(const Worker *w, int sequence, int head) {
     return w->s->packed_kv + w->s->pack_offset[sequence] + 2 * head * size;
 }
 
+/* Sixteen rows of sixteen words, from element `i` on, to sixteen columns. */
+static inline void transpose_words(const bf16 *const *rows, int i, bf16 *to) {
+    __m512i a[16], b[16];
+    for (int r = 0; r < 16; r++) a[r] = _mm512_loadu_si512(rows[r] + i);
+    for (int r = 0; r < 16; r += 2) {
+        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
+        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+    }
+    for (int r = 0; r < 16; r += 4) {
+        a[r] = _mm512_unpacklo_epi64(b[r], b[r + 2]);
+        a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
+        a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]);
+        a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
+    }
+    /* a[4 q + c]: in each 128-bit lane l, column 4 l + c of rows 4 q to 4 q + 3 */
+    for (int c = 0; c < 4; c++) {
+        const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), low_odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        const __m512i high = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
+        const __m512i high_odd = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
+        b[c] = _mm512_shuffle_i32x4(low, high, 0x88);
+        b[8 + c] = _mm512_shuffle_i32x4(low, high, 0xdd);
+        b[4 + c] = _mm512_shuffle_i32x4(low_odd, high_odd, 0x88);
+        b[12 + c] = _mm512_shuffle_i32x4(low_odd, high_odd, 0xdd);
+    }
+    for (int column = 0; column < 16; column++) _mm512_storeu_si512(to + column * 2 * BLOCK, b[column]);
+}
+
 /* Packs CHUNK_KEYS keys and values of a head. */
 static void pack_keys(const Worker *w, int index, int sequence, int head, int key_block) {
     const Decoder *d = w->d;
@@ -347,21 +383,34 @@ static void pack_keys(const Worker *w, int index, int sequence, int head, int ke
             value_rows[t] = rows[t] + (int64_t)d->num_kv_heads * S * D;
         }
     }
-    for (int group = 0; group < CHUNK_KEYS; group += BLOCK) {
-        bf16 *to = keys + (int64_t)(first + group) * D;
-        for (int t = 0; t < BLOCK; t++)
-            for (int i = 0; i < D; i += 2) memcpy(to + i * BLOCK + 2 * t, rows[group + t] + i, 4);
-    }
+    for (int group = 0; group < CHUNK_KEYS; group += BLOCK)
+        for (int i = 0; i < D; i += 2 * BLOCK) transpose_words(rows + group, i, keys + (int64_t)(first + group) * D + i * BLOCK);
     for (int t = 0; t < CHUNK_KEYS; t += 2)
         for (int i = 0; i < D; i += BLOCK) {
-            bf16 *to = values + i * padded_keys + (int64_t)(first + t) * BLOCK;
-            for (int n = 0; n < BLOCK; n++) to[2 * n] = value_rows[t][i + n], to[2 * n + 1] = value_rows[t + 1][i + n];
+            const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[t] + i)));
+            const __m512i odd = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[t + 1] + i)));
+            _mm512_storeu_si512(values + i * padded_keys + (int64_t)(first + t) * BLOCK,
+                                _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
         }
 }
 
 static inline int tokens_per_block(const Decoder *d) {
     const int group = d->num_heads / d->num_kv_heads;
     return TILE_ROWS / group;
+}
+
+/* cap * tanh(x / cap), from e^-2|x / cap|. */
+static inline __m512 cap(__m512 x, float most) {
+    const __m512 e = exp_vector(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / most))), one = _mm512_set1_ps(1.0f);
+    const __m512 size = _mm512_mul_ps(_mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e)), _mm512_set1_ps(most));
+    return _mm512_mask_sub_ps(size, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), size);
+}
+
+/* Lanes [begin, last] of sixteen. */
+static inline __mmask16 seen(int begin, int last) {
+    const uint32_t up_to_last = last < 0 ? 0 : last >= LANES - 1 ? 0xffff : (2u << last) - 1;
+    const uint32_t before = begin <= 0 ? 0 : begin >= LANES ? 0xffff : (1u << begin) - 1;
+    return (__mmask16)(up_to_last & ~before);
 }
 
 /* Some consecutive queries of one KV head. A row is one query head of one token. */
@@ -378,15 +427,15 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     bf16 weights[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float scores[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float sums[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    float largest[TILE_ROWS], totals[TILE_ROWS];
-    ints lanes;
+    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    float largest[TILE_ROWS];
+    __m512 totals[TILE_ROWS];
 
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
     for (int r = 0; r < num_rows; r++) {
         const int64_t token = s->first_token[sequence] + first + r / G;
         memcpy(query + r * D, s->qkv + token * row + (int64_t)(head * G + r % G) * D, D * sizeof(bf16));
         largest[r] = -INFINITY;
-        totals[r] = 0.0f;
+        totals[r] = _mm512_setzero_ps();
     }
     memset(sums, 0, sizeof(float) * num_rows * D);
     const int low = layer->window > 0 && position - layer->window + 1 > 0 ? position - layer->window + 1 : 0;
@@ -396,38 +445,35 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
         for (int r = 0; r < num_rows; r++) {
             const int at = position + r / G; /* of the query */
             const int last = at - key, begin = layer->window > 0 ? at - layer->window + 1 - key : 0;
-            floats score[CHUNK_KEYS / LANES], peak = (floats){0} - INFINITY, total = {0};
-            for (int i = 0; i < CHUNK_KEYS / LANES; i++) {
-                memcpy(&score[i], scores + r * CHUNK_KEYS + i * LANES, sizeof score[i]);
-                score[i] *= layer->scaling;
-                if (layer->softcap > 0.0f)
-                    for (int t = 0; t < LANES; t++)
-                        score[i][t] = layer->softcap * tanhf(score[i][t] / layer->softcap);
-                if (last < CHUNK_KEYS - 1 || begin > 0) {
-                    const ints column = lanes + i * LANES;
-                    score[i] = choose((column <= last) & (column >= begin), score[i], (floats){0} - INFINITY);
-                }
-                peak = choose(score[i] > peak, score[i], peak);
-            }
-            const float now = largest_lane(peak);
-            if (now > largest[r]) {
+            bf16 *weight = weights + r * CHUNK_KEYS;
+            __m512 score[CHUNK_KEYS / LANES];
+            for (int i = 0; i < CHUNK_KEYS / LANES; i++)
+                score[i] = _mm512_mul_ps(_mm512_load_ps(scores + r * CHUNK_KEYS + i * LANES), _mm512_set1_ps(layer->scaling));
+            if (layer->softcap > 0.0f)
+                for (int i = 0; i < CHUNK_KEYS / LANES; i++) score[i] = cap(score[i], layer->softcap);
+            if (last < CHUNK_KEYS - 1 || begin > 0)
+                for (int i = 0; i < CHUNK_KEYS / LANES; i++)
+                    score[i] = _mm512_mask_blend_ps(seen(begin - i * LANES, last - i * LANES), hidden, score[i]);
+            const float peak = _mm512_reduce_max_ps(
+                _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3])));
+            if (peak > largest[r]) {
                 if (largest[r] != -INFINITY) {
-                    const float shrink = exp_negative_one(largest[r] - now);
-                    totals[r] *= shrink;
-                    for (int i = 0; i < D; i++) sums[r * D + i] *= shrink;
+                    const __m512 shrink = exp_vector(_mm512_set1_ps(largest[r] - peak));
+                    totals[r] = _mm512_mul_ps(totals[r], shrink);
+                    for (int i = 0; i < D; i += LANES)
+                        _mm512_store_ps(sums + r * D + i, _mm512_mul_ps(_mm512_load_ps(sums + r * D + i), shrink));
                 }
-                largest[r] = now;
+                largest[r] = peak;
             }
             if (largest[r] == -INFINITY) { /* all of these keys are before this query's window */
-                memset(weights + r * CHUNK_KEYS, 0, CHUNK_KEYS * sizeof(bf16));
+                memset(weight, 0, CHUNK_KEYS * sizeof(bf16));
                 continue;
             }
             for (int i = 0; i < CHUNK_KEYS / LANES; i++) {
-                const floats weight = choose(score[i] == -INFINITY, (floats){0}, exp_negative(score[i] - largest[r]));
-                total += weight;
-                store_bf16(weights + r * CHUNK_KEYS + i * LANES, weight);
+                const __m512 e = exp_vector(_mm512_sub_ps(score[i], _mm512_set1_ps(largest[r])));
+                totals[r] = _mm512_add_ps(totals[r], e);
+                store_bf16(weight + i * LANES, (floats)e);
             }
-            totals[r] += sum_of_lanes(total);
         }
         for (int i = 0; i < D; i += TILE_COLUMNS) {
             const int blocks = D - i < TILE_COLUMNS ? (D - i) / BLOCK : MAX_BLOCKS;
@@ -438,7 +484,9 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     for (int r = 0; r < num_rows; r++) {
         const int64_t token = s->first_token[sequence] + first + r / G;
         bf16 *out = s->attended + (token * d->num_heads + head * G + r % G) * D;
-        for (int i = 0; i < D; i++) out[i] = to_bf16(sums[r * D + i] / totals[r]);
+        const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(totals[r]));
+        for (int i = 0; i < D; i += LANES)
+            store_bf16(out + i, (floats)_mm512_mul_ps(_mm512_load_ps(sums + r * D + i), inverse));
     }
 }
 

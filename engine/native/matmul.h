@@ -20,7 +20,6 @@
 #define MAX_WORDS 1024    /* words that are multiplied before the next ones: a block of them stays in the second cache */
 #define AMX_ROWS 16
 #define AMX_WORDS 16
-#define FEWEST_AMX_ROWS 5 /* fewer are as fast without */
 
 typedef uint32_t word;
 typedef enum { BF16, INT8 } Kind;
@@ -170,7 +169,7 @@ static inline __attribute__((always_inline)) void multiply_kind(
     const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
     int64_t c_row, int adds, const Kind kind) {
 #ifdef __AMX_BF16__
-    if (rows >= FEWEST_AMX_ROWS && words % AMX_WORDS == 0 && may_use_amx()) {
+    if (words % AMX_WORDS == 0 && may_use_amx()) {
         multiply_with_amx(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, kind);
         return;
     }
