@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-loop bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-loop bench-accuracy bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -36,8 +36,9 @@ test-unit: setup
 	$(BIN)/python -m pytest --ignore=tests/integration --ignore=tests/faults --ignore=tests/k8s/test_cluster.py \
 		--ignore=tests/k8s/test_scaling.py
 
+# Those of the cluster of processes are in test-k8s.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow --ignore=tests/k8s/test_cluster.py
 
 test-k8s: setup
 	$(BIN)/python -m pytest tests/k8s -m ""
@@ -69,6 +70,9 @@ bench: setup
 
 bench-engine: setup
 	$(BIN)/python -m benchmarks.micro.bench_engine
+
+bench-accuracy: setup
+	$(BIN)/python -m benchmarks.micro.bench_accuracy
 
 bench-loop: setup
 	$(BIN)/python -m benchmarks.micro.bench_loop

@@ -38,7 +38,7 @@ from engine.step_inputs import step_inputs
 
 MAX_DIFFERENCE = 0.05
 """Of logits, keys and values, relative to their size. Rounding in bf16 makes 0.01 or so."""
-MAX_QUANTIZED_DIFFERENCE = 0.25
+MAX_QUANTIZED_DIFFERENCE = 0.15
 _LAYER_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",

@@ -1,12 +1,13 @@
 """`make bench-loop`: what a decode step costs in a running worker, beside the same step alone.
 
 For each way to run a worker, one stream generates tokens through the router, and the worker's own clock says what its
-steps took. The bare step is the same work called in a plain process on the same cores. What the stream's client sees per
-token is more: the loop, the session, the router.
+steps took. The bare step is the same work called in a plain process on the same cores. What the stream's client sees
+per token is more: the loop, the session, the router.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import statistics
@@ -113,7 +114,7 @@ def live(cluster: LocalCluster, arm: Arm, num_tokens: int) -> Live:
             if not measured:
                 continue
             total, count = (b - a for a, b in zip(before, _steps(cluster.find(arm.worker)), strict=True))
-            gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+            gaps = [b - a for a, b in itertools.pairwise(arrivals)]
             return Live(total / count, statistics.median(gaps))
     raise AssertionError
 

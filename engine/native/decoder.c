@@ -20,7 +20,7 @@ typedef struct {
     const word *packed;     /* see matmul.h; outputs are padded to whole blocks */
     const float *bias;      /* [outputs]; NULL: none */
     const float *scales;    /* [outputs]: weights are integers times this; NULL: weights are bf16 */
-    const int32_t *offsets; /* [outputs]: what a sum has too much because rows have 128 added */
+    const int32_t *offsets; /* [outputs]: what a sum has too much because first rows have 128 added */
     int32_t inputs, outputs;
 } Linear;
 
@@ -56,7 +56,7 @@ typedef struct {
     int64_t *slots;           /* [tokens]: where in a layer of the cache a token's first K head goes */
     /* Scratch. Rows are padded to a multiple of AMX_ROWS. */
     void *inputs;             /* of a product: [tokens, its inputs] or [threads, FEW_ROWS padded, its inputs] */
-    float *input_scales;      /* of rows of integers */
+    float *input_scales;      /* of inputs that are integers */
     bf16 *qkv;                /* [tokens, (heads + 2 kv heads) * head_dim] */
     bf16 *attended;           /* [tokens, heads * head_dim] */
     bf16 *activated;          /* [tokens, intermediate] */
@@ -78,12 +78,15 @@ static inline int padded(int rows) { return (rows + AMX_ROWS - 1) / AMX_ROWS * A
 
 typedef struct {
     const word *rows;
-    const float *scales; /* of rows of integers */
+    const float *scales; /* of inputs that are integers */
 } Inputs;
 
 static inline Kind kind_of(const Linear *l) { return l->scales ? INT8 : BF16; }
 
 static inline int words_of(const Linear *l) { return l->inputs / (l->scales ? 4 : 2); }
+
+/* With integer weights an input is rounded to 16 bits: 256 times a number of a first row, plus one of a second row. */
+static inline int rows_per_token(const Linear *l) { return l->scales ? 2 : 1; }
 
 static inline void store_bf16(bf16 *target, floats values) {
     const __m256bh half = _mm512_cvtneps_pbh((__m512)values);
@@ -98,14 +101,16 @@ static void store_row(const Linear *l, const float *x, void *rows, float *scales
         for (int i = 0; i < width; i += LANES) store_bf16(y + i, (floats)_mm512_loadu_ps(x + i));
         return;
     }
-    uint8_t *y = (uint8_t *)rows + index * width;
+    uint8_t *high = (uint8_t *)rows + 2 * index * width, *low = high + width;
     __m512 most = _mm512_setzero_ps();
     for (int i = 0; i < width; i += LANES) most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-    const float largest = _mm512_reduce_max_ps(most), scale = largest / 127.0f;
-    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const float largest = _mm512_reduce_max_ps(most), scale = largest / 32767.0f;
+    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 32767.0f / largest : 0.0f);
     for (int i = 0; i < width; i += LANES) {
         const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), inverse));
-        _mm_storeu_si128((__m128i *)(y + i), _mm512_cvtepi32_epi8(_mm512_add_epi32(value, _mm512_set1_epi32(128))));
+        const __m512i upper = _mm512_add_epi32(_mm512_srai_epi32(value, 8), _mm512_set1_epi32(128));
+        _mm_storeu_si128((__m128i *)(high + i), _mm512_cvtepi32_epi8(upper));
+        _mm_storeu_si128((__m128i *)(low + i), _mm512_cvtepi32_epi8(value));
     }
     scales[index] = scale;
 }
@@ -135,7 +140,8 @@ static void own_rows(const Worker *w, int *first, int *last, int64_t *place) {
 
 static Inputs prepared(const Worker *w, const Linear *l, int64_t place) {
     if (w->s->num_tokens > FEW_ROWS) meet(w->team);
-    return (Inputs){(const word *)w->s->inputs + place * words_of(l), w->s->input_scales + place};
+    const word *rows = (const word *)w->s->inputs + place * rows_per_token(l) * words_of(l);
+    return (Inputs){rows, w->s->input_scales + place};
 }
 
 /* The normed residual stream, as inputs of a product. */
@@ -217,13 +223,15 @@ static void finish_tile(
     const Linear *l, const Target *t, const float *row_scales, float *tile, int row, int rows, int block, int blocks) {
     const int column = block * BLOCK, width = blocks * BLOCK;
     for (int r = 0; r < rows; r++) {
-        float *sums = tile + r * TILE_COLUMNS;
+        float *sums = tile + r * rows_per_token(l) * TILE_COLUMNS;
         const int64_t at = (row + r) * t->row;
         if (l->scales) {
-            int32_t whole[TILE_COLUMNS];
-            memcpy(whole, sums, sizeof whole);
-            for (int n = 0; n < width; n++)
-                sums[n] = (float)(whole[n] - l->offsets[column + n]) * (row_scales[row + r] * l->scales[column + n]);
+            int32_t parts[2 * TILE_COLUMNS];
+            memcpy(parts, sums, sizeof parts);
+            for (int n = 0; n < width; n++) {
+                const float high = (float)(parts[n] - l->offsets[column + n]), low = (float)parts[TILE_COLUMNS + n];
+                sums[n] = (high * 256.0f + low) * (row_scales[row + r] * l->scales[column + n]);
+            }
         }
         for (int n = 0; l->bias && n < width; n++) sums[n] += l->bias[column + n];
         for (int n = 0; n < blocks; n++) {
@@ -254,23 +262,23 @@ static void finish_tile(
 
 /* This thread's outputs of a product, for all rows. */
 static void linear(const Worker *w, const Linear *l, Inputs x, int num_rows, const Target *target) {
-    const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK, num_words = words_of(l);
+    const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK, num_words = words_of(l), each = rows_per_token(l);
     const int64_t block_size = (int64_t)num_words * BLOCK;
     float tile[TILE_ROWS * TILE_COLUMNS] __attribute__((aligned(64)));
     int first, last;
     share(num_blocks, target->finish == GATED ? 2 : 1, w->thread, w->team->num_threads, &first, &last);
     for (int block = first; block < last; block += MAX_BLOCKS) {
         const int blocks = last - block < MAX_BLOCKS ? last - block : MAX_BLOCKS;
-        for (int row = 0; row < num_rows; row += TILE_ROWS) {
-            const int rows = num_rows - row < TILE_ROWS ? num_rows - row : TILE_ROWS;
+        for (int row = 0; row < num_rows; row += TILE_ROWS / each) {
+            const int rows = num_rows - row < TILE_ROWS / each ? num_rows - row : TILE_ROWS / each;
             for (int k = 0; k < num_words; k += MAX_WORDS) {
                 const int words = num_words - k < MAX_WORDS ? num_words - k : MAX_WORDS;
-                const word *a = x.rows + (int64_t)row * num_words + k;
+                const word *a = x.rows + (int64_t)row * each * num_words + k;
                 const word *b = l->packed + block * block_size + (int64_t)k * BLOCK;
                 if (kind_of(l) == BF16)
                     multiply_bf16(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
                 else
-                    multiply_int8(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
+                    multiply_int8(a, num_words, rows * each, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
             }
             finish_tile(l, target, x.scales, tile, row, rows, block, blocks);
         }

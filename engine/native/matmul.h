@@ -4,7 +4,7 @@
  * weights are [outputs / 16][words][16 outputs]: 64 bytes are one operand of vdpbf16ps or vpdpbusd, 1024 bytes one tile
  * of AMX, and the blocks of 16 outputs can be shared among threads. Sums are fp32, or int32.
  *
- * Integer rows are unsigned (128 added), weights signed, as vpdpbusd wants them.
+ * Integers of rows are unsigned, those of weights signed, as vpdpbusd wants them.
  */
 #ifndef KVFERRY_MATMUL_H
 #define KVFERRY_MATMUL_H

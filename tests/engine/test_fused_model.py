@@ -276,19 +276,16 @@ def test_layers_of_a_fused_model_hold_no_second_copy_of_the_weights(folder_of):
 
 
 class RoundedLinear(torch.nn.Module):
-    """What `--quantize int8` says: weights rounded per output, inputs per row, both to 127 steps of their largest."""
+    """What `--quantize int8` says: the weights of an output are rounded to 127 steps of the largest of them."""
 
     def __init__(self, linear):
         super().__init__()
-        self.weight, self.bias = self.rounded(linear.weight.detach().bfloat16().float()), linear.bias
-
-    @staticmethod
-    def rounded(x):
-        step = x.abs().amax(-1, keepdim=True) / 127
-        return torch.where(step > 0, (x / step).round() * step, 0.0)
+        weight = linear.weight.detach().bfloat16().float()
+        step = weight.abs().amax(-1, keepdim=True) / 127
+        self.weight, self.bias = torch.where(step > 0, (weight / step).round() * step, 0.0), linear.bias
 
     def forward(self, x):
-        return torch.nn.functional.linear(self.rounded(x), self.weight, self.bias)
+        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 @pytest.mark.skipif(not has_kernels() or not hasattr(load_kernels(), "kvferry_pack_int8"), reason="no VNNI")
@@ -308,11 +305,11 @@ class TestInt8:
         sequence = rig.sequence(prompt)
         rig.step((sequence, 60))
         rig.step((sequence, 39))
-        assert difference(rig.step((sequence, 1)).logits[0], expected[-1]) < 0.04
+        assert difference(rig.step((sequence, 1)).logits[0], expected[-1]) < 0.02
         # The quantized model differs from the plain one by more than that, so the bound above means something.
         plain = load_reference(folder)
         with torch.inference_mode():
-            assert difference(plain(torch.tensor([prompt])).logits[0, -1].float(), expected[-1]) > 0.005
+            assert difference(plain(torch.tensor([prompt])).logits[0, -1].float(), expected[-1]) > 0.01
 
     def test_weights_of_zero(self, tmp_path):
         folder = make_tiny_model("llama", tmp_path, **SIZES)
