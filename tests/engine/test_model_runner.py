@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import memory, model_runner, step_inputs
+from engine import forward, memory, model_runner, step_inputs
 from engine.attention.torch_paged import TorchPagedAttention
 from engine.config import EngineConfig
 from engine.errors import ModelLoadError
@@ -56,23 +56,28 @@ class RecordedDevice:
             def wait(self):
                 device.log.append(f"waited for {self.number}")
 
-        monkeypatch.setattr(model_runner, "DeviceEvent", DeviceEvent)
+        for module in (model_runner, forward):
+            monkeypatch.setattr(module, "DeviceEvent", DeviceEvent)
+
+    def runs(self, runner):
+        """Has a runner take its steps for steps of a device."""
+        runner._device = runner._forward._device = torch.device("cuda")
 
 
 def test_a_device_is_given_the_next_step_before_the_last_is_waited_for(loaded, monkeypatch):
     device = RecordedDevice(monkeypatch)
     cache = KvCache(3, 8, loaded.kv_shape, loaded.dtype)
     runner = ModelRunner(loaded, cache, TorchPagedAttention(cache))
-    forward = type(loaded.model).forward
+    compute = type(loaded.model).forward
 
     def logged(*arguments, **options):
         device.log.append("computing")
-        return forward(*arguments, **options)
+        return compute(*arguments, **options)
 
     monkeypatch.setattr(type(loaded.model), "forward", logged)
     for module in (model_runner, step_inputs):
         monkeypatch.setattr(module, "to_device", lambda values, device: values)
-    runner._device = torch.device("cuda")
+    device.runs(runner)
     for _ in range(3):
         sequence = Sequence("s", [5, 6, 7], 3, page_table=[0])
         assert runner.run([ScheduledSequence(sequence, 3)]).is_written() is False
@@ -101,7 +106,7 @@ def test_groups_of_a_device_are_told_after_their_layers_were_launched(loaded, mo
     monkeypatch.setattr(backend, "plan", LoggedPlan)
     for module in (model_runner, step_inputs):
         monkeypatch.setattr(module, "to_device", lambda values, device: values)
-    runner._device = torch.device("cuda")
+    device.runs(runner)
     told = []
     sequence = Sequence("s", [5, 6, 7], 3, page_table=[0])
     runner.run([ScheduledSequence(sequence, 3)], lambda group, is_written: told.append((group, is_written())))

@@ -13,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from tests.integration.support import wait_for
+
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -245,8 +247,8 @@ def test_one_id_in_header_answer_and_log(stream, url, cluster):
     answer = httpx.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": f"mine-{stream}"})
     assert answer.headers["x-request-id"] == f"mine-{stream}"
     assert f'"id":"mine-{stream}"' in answer.text
-    log = (cluster.config.log_dir / "router.log").read_text()
-    assert f"request_id=mine-{stream}" in log
+    log = cluster.config.log_dir / "router.log"  # forwarded line by line, so a little later
+    wait_for(lambda: f"request_id=mine-{stream}" in log.read_text(), what="the request's id in the log")
     made = httpx.post(f"{url}/v1/completions", json=body).headers["x-request-id"]
     assert made.startswith("cmpl-")
     assert httpx.post(f"{url}/v1/completions", json=body, headers={"X-Request-Id": "a b"}).status_code == 400
