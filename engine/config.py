@@ -23,7 +23,7 @@ class ModelOptions:
     dtype: DTypeName = "auto"
     """Element type of weights and KV pages. auto: bfloat16 if the processor has bfloat16 instructions, else float32."""
     quantize: Quantization = "none"
-    """Weights in fewer bits. int8: 8-bit integers with a scale for each output, half the memory to read for a token; for
+    """Weights in fewer bits. int8: 8-bit integers with a scale for each output, half the memory to read per token; for
     dense models in bfloat16, on CPUs with AVX512-BF16 and VNNI."""
     max_model_len: MaybeNumber = None
     """Longest sequence, prompt and output together, in tokens. Unset: the length that the model was trained for."""
