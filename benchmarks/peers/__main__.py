@@ -154,7 +154,8 @@ def _versions(setting: Setting) -> str:
     torch = f"torch {setting.vllm.version('torch')}"
     found.append(f"{environments.VLLM} with {torch}, {libraries} preloaded, as server and load generator")
     if setting.llama_cpp is not None:
-        found.append(f"{environments.LLAMA_CPP}, compiled for this processor")
+        kernels = "" if setting.llama_cpp.repacks else ", without repacked weights (no AMX): those kernels crash here"
+        found.append(f"{environments.LLAMA_CPP}, compiled for this processor{kernels}")
     return "; ".join([*found, f"Python {platform.python_version()}"])
 
 

@@ -78,6 +78,8 @@ class LlamaCpp:
     environment: Environment
     server: Path
     models: dict[str, Path]
+    repacks: bool
+    """Whether its kernels for repacked weights, AMX among them, run here. Some builds die of an illegal instruction."""
 
 
 def vllm(say: Say) -> Environment:
@@ -89,7 +91,8 @@ def llama_cpp(say: Say) -> LlamaCpp:
     """llama.cpp's server and the built-in model. Raises PeerFailed."""
     environment = _environment("llama.cpp", (LLAMA_CPP, GGUF, *CMAKE_FLAGS, *QUANTISED), _install_llama_cpp, say)
     models = {"Q4_1": _source_gguf(environment)} | {name: _made_gguf(environment, name) for name in QUANTISED}
-    return LlamaCpp(environment, _llama_program(environment, "llama-server"), models)
+    repacks = not _without_repacking(environment).exists()
+    return LlamaCpp(environment, _llama_program(environment, "llama-server"), models, repacks)
 
 
 def needed(requirements: Iterable[str], left_out: Collection[str] = NOT_NEEDED) -> list[str]:
@@ -162,6 +165,23 @@ def _install_llama_cpp(environment: Environment) -> None:
     for name in QUANTISED:
         target = str(_made_gguf(environment, name))
         run([quantise, "--allow-requantize", str(source), target, name], f"llama-quantize can't make {name}")
+    _check_repacking(environment)
+
+
+def _check_repacking(environment: Environment) -> None:
+    """Runs each model once, and notes it if one runs only without repacked weights. Raises PeerFailed if not at all."""
+    bench = str(_llama_program(environment, "llama-bench"))
+    for model in (_source_gguf(environment), *(_made_gguf(environment, name) for name in QUANTISED)):
+        short = [bench, "--model", str(model), "--n-prompt", "64", "--n-gen", "4", "--repetitions", "1"]
+        try:
+            run(short, model.name)
+        except PeerFailed:
+            run([*short, "--repack", "0"], f"llama.cpp can't run {model.name}")
+            _without_repacking(environment).touch()
+
+
+def _without_repacking(environment: Environment) -> Path:
+    return environment.folder / "without-repacking"
 
 
 def _llama_program(environment: Environment, name: str) -> Path:

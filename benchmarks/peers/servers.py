@@ -146,6 +146,7 @@ def _llama_cpp(setting: Setting, gguf: str, log: Path) -> Iterator[Server]:
         # The context is divided among the slots.
         *("--parallel", str(MAX_SEQUENCES), "--ctx-size", str(MAX_SEQUENCES * setting.max_model_len)),
         *("--no-cache-prompt", "--cache-ram", "0"),
+        *(() if setting.llama_cpp.repacks else ("--no-repack",)),
         "--no-ui",
     ]
     with process_group(command, log) as process:
