@@ -3,7 +3,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PROTOS := protos/kv.proto protos/inference.proto protos/worker.proto
 
-.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-loop bench-accuracy bench-chat bench-generator bench-router bench-routing gpu-check kind-demo clean
+.PHONY: setup demo test test-unit test-slow test-k8s k8s-lint soak chaos check protos bench bench-engine bench-prefill bench-policy bench-decode bench-overlap bench-loop bench-accuracy bench-chat bench-generator bench-router bench-routing bench-peers gpu-check kind-demo clean
 
 setup: $(VENV)/.ready
 
@@ -115,6 +115,10 @@ bench-generator: setup
 
 bench-chat: setup
 	$(BIN)/python -m benchmarks.micro.bench_chat
+
+# Installs vLLM and llama.cpp into the cache at its first run, each into an environment of its own.
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers $(PEERS)
 
 clean:
 	rm -rf $(VENV) .venv-checkov build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

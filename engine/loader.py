@@ -370,7 +370,11 @@ def _refuse_foreign_state(text_config: Any) -> None:
 
 
 def set_threads(threads: int | None) -> int:
-    """Sets the number of compute threads of this process; None: one per usable core. Returns the number."""
+    """Sets the number of compute threads of the calling thread; None: one per usable core. Returns the number.
+
+    Threads that have not used torch yet will compute with this number too, until another thread sets another.
+    """
     number = threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(number)
+    torch.get_num_threads()  # asked for the first time, a thread takes over what was set last by any thread
     return number

@@ -30,7 +30,7 @@ from engine.model_store import DEFAULT_MODEL, resolve_model
 from engine.sequence import ScheduledSequence, num_pages_for
 from local_cluster.cluster import LocalCluster
 from local_cluster.config import ClusterConfig
-from local_cluster.process import Process, share_of_cores
+from local_cluster.process import share_of_cores
 from router_client.clients import Client
 
 PAGE_SIZE = 16
@@ -57,9 +57,9 @@ class Arm:
         return self.prefill
 
     @property
-    def worker(self) -> str:
-        """Name of the worker that generates."""
-        return "decode-0" if self.decode else "colocated-0"
+    def generating(self) -> str:
+        """How names of workers that may generate begin."""
+        return "decode-" if self.decode else "colocated-"
 
 
 def bare_seconds(model: str, cpus: set[int], threads: int, num_tokens: int, repeats: int) -> float:
@@ -98,8 +98,7 @@ def live(cluster: LocalCluster, arm: Arm, num_tokens: int) -> Live:
     """Runs one stream of `num_tokens` tokens."""
     with Client(cluster.address) as client:
         for measured in (False, True):  # the first stream warms up
-            before = _steps(cluster.find(arm.worker))
-            arrivals = []
+            before, arrivals = _steps(cluster, arm), []
             stream = client.generate(
                 list(range(100, 100 + PROMPT_TOKENS)),
                 max_tokens=num_tokens,
@@ -110,20 +109,25 @@ def live(cluster: LocalCluster, arm: Arm, num_tokens: int) -> Live:
             for _ in stream:
                 arrivals.append(time.perf_counter())
                 if len(arrivals) == 1:
-                    before = _steps(cluster.find(arm.worker))
+                    before = _steps(cluster, arm)
             if not measured:
                 continue
-            total, count = (b - a for a, b in zip(before, _steps(cluster.find(arm.worker)), strict=True))
+            total, count = (b - a for a, b in zip(before, _steps(cluster, arm), strict=True))
             gaps = [b - a for a, b in itertools.pairwise(arrivals)]
             return Live(total / count, statistics.median(gaps))
     raise AssertionError
 
 
-def _steps(worker: Process) -> tuple[float, float]:
-    """Total seconds, and number, of a worker's steps."""
-    text = httpx.get(str(worker.info["metrics"])).text
-    samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
-    return samples["kvferry_step_seconds_sum"], samples["kvferry_step_seconds_count"]
+def _steps(cluster: LocalCluster, arm: Arm) -> tuple[float, float]:
+    """Total seconds, and number, of steps of the workers that may generate. All but one of them are idle."""
+    total, count = 0.0, 0.0
+    for process in cluster.processes:
+        if process.name.startswith(arm.generating):
+            text = httpx.get(str(process.info["metrics"])).text
+            samples = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
+            total += samples["kvferry_step_seconds_sum"]
+            count += samples["kvferry_step_seconds_count"]
+    return total, count
 
 
 def main(model: str = DEFAULT_MODEL, num_tokens: int = 200, rounds: int = 3) -> None:

@@ -54,6 +54,10 @@ class KnownServer:
             writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode())
             writer.close()
             return
+        if "/completions " not in head.split("\r\n", 1)[0]:
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            writer.close()
+            return
         length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.startswith("content-length"))
         body = json.loads(await reader.readexactly(length))
         due = time.perf_counter() + self._ttft

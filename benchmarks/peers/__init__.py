@@ -1,0 +1,1 @@
+"""Our servers against vLLM for CPU and llama.cpp, under one load on the same cores: `make bench-peers`."""
