@@ -113,7 +113,8 @@ static inline __attribute__((always_inline)) void attend_split(
                 for (int t = 0; t < LANES; t++) {
                     dots[t] = (floats){0};
                     if (g == 0)
-                        for (int d = 0; d < D; d += 32) __builtin_prefetch(keys + to_next + (int64_t)(block + t) * D + d);
+                        for (int d = 0; d < D; d += 32)
+                            __builtin_prefetch(keys + to_next + (int64_t)(block + t) * D + d);
                     if (t < rows) {
                         const bf16 *key = keys + (int64_t)(block + t) * D;
                         for (int i = 0; i < D / QUERY_LANES; i++)

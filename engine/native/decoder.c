@@ -1,9 +1,9 @@
 /* The layers of a decoder-only transformer for one step, in one call: products on packed weights with what surrounds
  * them (norms, rotary embedding, the store of K and V, attention over pages, gated activations, residuals).
  *
- * The threads of a step go from phase to phase together (`team.h`). A thread owns outputs of a product, so it can finish
- * them (bias, activation, residual) while they are in its cache. The residual stream is fp32. Sums of a row are added in
- * an order that does not depend on other rows.
+ * The threads of a step go from phase to phase together (`team.h`). A thread owns outputs of a product, so it can
+ * finish them (bias, activation, residual) while they are in its cache. The residual stream is fp32. Sums of a row are
+ * added in an order that does not depend on other rows.
  */
 #ifdef __AVX512BF16__
 
@@ -133,7 +133,7 @@ static void own_rows(const Worker *w, int *first, int *last, int64_t *place) {
         *last = w->s->num_tokens;
         *place = (int64_t)w->thread * padded(FEW_ROWS);
     } else {
-        share(w->s->num_tokens, 1, w->thread, w->s->num_threads, first, last);
+        share(w->s->num_tokens, 1, w->thread, w->team->num_threads, first, last);
         *place = 0;
     }
 }
@@ -178,7 +178,7 @@ static void add_normed_branch(const Worker *w, const float *weight) {
     const int width = w->d->hidden;
     int first, last;
     meet(w->team);
-    share(s->num_tokens, 1, w->thread, s->num_threads, &first, &last);
+    share(s->num_tokens, 1, w->thread, w->team->num_threads, &first, &last);
     for (int64_t row = first; row < last; row++) {
         const float *x = s->branch + row * width;
         float *y = s->hidden + row * width, squares = 0.0f;
@@ -313,7 +313,7 @@ static void rotate_and_store(const Worker *w, const Layer *layer, int index) {
     const int D = d->head_dim, num_heads = d->num_heads + 2 * d->num_kv_heads, half = d->rotary_dim / 2;
     const int64_t row = (int64_t)num_heads * D, head_stride = (int64_t)d->page_size * D;
     int first, last;
-    share(s->num_tokens * num_heads, 1, w->thread, s->num_threads, &first, &last);
+    share(s->num_tokens * num_heads, 1, w->thread, w->team->num_threads, &first, &last);
     for (int task = first; task < last; task++) {
         const int64_t token = task / num_heads;
         const int head = task % num_heads, kv_head = (head - d->num_heads) % d->num_kv_heads;
@@ -360,7 +360,8 @@ static inline void transpose_words(const bf16 *const *rows, int i, bf16 *to) {
     }
     /* a[4 q + c]: in each 128-bit lane l, column 4 l + c of rows 4 q to 4 q + 3 */
     for (int c = 0; c < 4; c++) {
-        const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), low_odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
+        const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88);
+        const __m512i low_odd = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
         const __m512i high = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88);
         const __m512i high_odd = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
         b[c] = _mm512_shuffle_i32x4(low, high, 0x88);
@@ -392,7 +393,8 @@ static void pack_keys(const Worker *w, int index, int sequence, int head, int ke
         }
     }
     for (int group = 0; group < CHUNK_KEYS; group += BLOCK)
-        for (int i = 0; i < D; i += 2 * BLOCK) transpose_words(rows + group, i, keys + (int64_t)(first + group) * D + i * BLOCK);
+        for (int i = 0; i < D; i += 2 * BLOCK)
+            transpose_words(rows + group, i, keys + (int64_t)(first + group) * D + i * BLOCK);
     for (int t = 0; t < CHUNK_KEYS; t += 2)
         for (int i = 0; i < D; i += BLOCK) {
             const __m512i even = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(value_rows[t] + i)));
@@ -409,8 +411,10 @@ static inline int tokens_per_block(const Decoder *d) {
 
 /* cap * tanh(x / cap), from e^-2|x / cap|. */
 static inline __m512 cap(__m512 x, float most) {
-    const __m512 e = exp_vector(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / most))), one = _mm512_set1_ps(1.0f);
-    const __m512 size = _mm512_mul_ps(_mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e)), _mm512_set1_ps(most));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 e = exp_vector(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / most)));
+    const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    const __m512 size = _mm512_mul_ps(tanh, _mm512_set1_ps(most));
     return _mm512_mask_sub_ps(size, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), size);
 }
 
@@ -435,7 +439,7 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     bf16 weights[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float scores[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float sums[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    const __m512 hidden = _mm512_set1_ps(-INFINITY), scaling = _mm512_set1_ps(layer->scaling);
     float largest[TILE_ROWS];
     __m512 totals[TILE_ROWS];
 
@@ -456,7 +460,7 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
             bf16 *weight = weights + r * CHUNK_KEYS;
             __m512 score[CHUNK_KEYS / LANES];
             for (int i = 0; i < CHUNK_KEYS / LANES; i++)
-                score[i] = _mm512_mul_ps(_mm512_load_ps(scores + r * CHUNK_KEYS + i * LANES), _mm512_set1_ps(layer->scaling));
+                score[i] = _mm512_mul_ps(_mm512_load_ps(scores + r * CHUNK_KEYS + i * LANES), scaling);
             if (layer->softcap > 0.0f)
                 for (int i = 0; i < CHUNK_KEYS / LANES; i++) score[i] = cap(score[i], layer->softcap);
             if (last < CHUNK_KEYS - 1 || begin > 0)
@@ -515,13 +519,26 @@ static void attend(const Worker *w, const Layer *layer, int index) {
         meet(w->team);
     }
     const Attention decode = {
-        .cache = d->cache + index * d->layer_stride, .page_stride = d->page_stride, .query = s->qkv,
-        .query_token = (int64_t)(d->num_heads + 2 * num_kv_heads) * d->head_dim, .query_head = d->head_dim,
-        .output = s->attended, .page_tables = s->page_tables + (int64_t)s->num_chunks * s->max_pages,
-        .lengths = s->lengths + s->num_chunks, .token_indices = s->first_token + s->num_chunks, .partial = s->partial, .num_sequences = num_decodes,
-        .max_pages = s->max_pages, .num_heads = num_kv_heads, .group = d->num_heads / num_kv_heads,
-        .head_dim = d->head_dim, .page_size = d->page_size, .splits = s->num_splits, .window = layer->window,
-        .scaling = layer->scaling, .softcap = layer->softcap};
+        .cache = d->cache + index * d->layer_stride,
+        .page_stride = d->page_stride,
+        .query = s->qkv,
+        .query_token = (int64_t)(d->num_heads + 2 * num_kv_heads) * d->head_dim,
+        .query_head = d->head_dim,
+        .output = s->attended,
+        .page_tables = s->page_tables + (int64_t)s->num_chunks * s->max_pages,
+        .lengths = s->lengths + s->num_chunks,
+        .token_indices = s->first_token + s->num_chunks,
+        .partial = s->partial,
+        .num_sequences = num_decodes,
+        .max_pages = s->max_pages,
+        .num_heads = num_kv_heads,
+        .group = d->num_heads / num_kv_heads,
+        .head_dim = d->head_dim,
+        .page_size = d->page_size,
+        .splits = s->num_splits,
+        .window = layer->window,
+        .scaling = layer->scaling,
+        .softcap = layer->softcap};
     task = take_task(w->team);
     int begin = 0;
     for (int sequence = 0; sequence < s->num_chunks; sequence++) {
@@ -559,7 +576,8 @@ static void run_layer(const Worker *w, int index) {
 
     const Target add = {ADD_TO_FP32, s->hidden, d->hidden, d->residual_scale, 0};
     const Target branch = {TO_FP32, s->branch, d->hidden, 0, 0};
-    linear(w, &layer->output, rows_of(w, &layer->output, s->attended), rows, layer->after_attention_norm ? &branch : &add);
+    const Inputs attended = rows_of(w, &layer->output, s->attended);
+    linear(w, &layer->output, attended, rows, layer->after_attention_norm ? &branch : &add);
     if (layer->after_attention_norm) add_normed_branch(w, layer->after_attention_norm);
     meet(w->team);
 
@@ -585,14 +603,16 @@ static void lay_out(const Decoder *d, const Step *s) {
 
 /* Computes layers [first_layer, last_layer) of a step. */
 void kvferry_run_layers(const Decoder *d, const Step *s) {
-    Team team = {.num_threads = s->num_threads};
+    Team team = {0};
     lay_out(d, s);
 #pragma omp parallel num_threads(s->num_threads)
     {
         const Worker worker = {d, s, &team, omp_get_thread_num()};
-        begin_amx();
+        const TileConfig before = begin_amx();
+#pragma omp single
+        team.num_threads = omp_get_num_threads(); /* may be fewer than asked for */
         for (int index = s->first_layer; index < s->last_layer; index++) run_layer(&worker, index);
-        end_amx();
+        end_amx(before);
     }
 }
 
@@ -603,7 +623,7 @@ void kvferry_run_head(
     void *inputs, float *input_scales, float *logits, int num_threads) {
     const int width = head->inputs;
     float normed[width];
-    Team team = {.num_threads = num_threads};
+    Team team = {0};
     for (int64_t row = 0; row < num_rows; row++) {
         rms_norm(hidden + rows[row] * width, norm, normed, width, epsilon);
         store_row(head, normed, inputs, input_scales, row);
@@ -612,9 +632,11 @@ void kvferry_run_head(
     {
         const Worker worker = {NULL, NULL, &team, omp_get_thread_num()};
         const Target target = {TO_FP32, logits, (int64_t)(head->outputs + BLOCK - 1) / BLOCK * BLOCK, 0, 0};
-        begin_amx();
+        const TileConfig before = begin_amx();
+#pragma omp single
+        team.num_threads = omp_get_num_threads();
         linear(&worker, head, (Inputs){inputs, input_scales}, num_rows, &target);
-        end_amx();
+        end_amx(before);
     }
 }
 

@@ -1,4 +1,4 @@
-/* CPU kernels that torch does not have, for models that `decoder.c` does not run. Compiled by engine/native/library.py. */
+/* CPU kernels that torch does not have, for models that `decoder.c` does not run. */
 #include "decode_attention.h"
 
 /* One new token per sequence: stores its key and value, attends over all pages. */

@@ -17,14 +17,15 @@
 #define MAX_BLOCKS 4      /* blocks that are computed together */
 #define TILE_COLUMNS (BLOCK * MAX_BLOCKS)
 #define TILE_ROWS 96      /* rows that are computed together: their sums stay in the first cache */
-#define MAX_WORDS 1024    /* words that are multiplied before the next ones: a block of them stays in the second cache */
+#define MAX_WORDS 1024    /* words that are multiplied before the next: a block of them stays in the second cache */
 #define AMX_ROWS 16
 #define AMX_WORDS 16
 
 typedef uint32_t word;
 typedef enum { BF16, INT8 } Kind;
 
-static inline __attribute__((always_inline)) __m512i multiply_add_words(__m512i sum, __m512i row, __m512i weights, const Kind kind) {
+static inline __attribute__((always_inline)) __m512i multiply_add_words(
+    __m512i sum, __m512i row, __m512i weights, const Kind kind) {
 #ifdef __AVX512VNNI__
     if (kind == INT8) return _mm512_dpbusd_epi32(sum, row, weights);
 #endif
@@ -83,20 +84,29 @@ static int may_use_amx(void) {
     return allowed;
 }
 
-/* Eight tiles of 16 rows of 64 bytes. For each thread; other users of AMX load a configuration of their own. */
-static void begin_amx(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } __attribute__((packed)) config = {.palette = 1};
-    if (!may_use_amx()) return;
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) TileConfig;
+
+/* Eight tiles of 16 rows of 64 bytes, for this thread. Returns what was configured before: other libraries in this
+ * process may rely on theirs. */
+static TileConfig begin_amx(void) {
+    TileConfig before = {0}, config = {.palette = 1};
+    if (!may_use_amx()) return before;
+    _tile_storeconfig(&before);
     for (int tile = 0; tile < 8; tile++) config.bytes[tile] = 64, config.rows[tile] = 16;
     _tile_loadconfig(&config);
+    return before;
 }
 
-static void end_amx(void) {
-    if (may_use_amx()) _tile_release();
+static void end_amx(TileConfig before) {
+    if (!may_use_amx()) return;
+    if (before.palette)
+        _tile_loadconfig(&before);
+    else
+        _tile_release();
 }
 
 #define DOT_TILES(sum, row, weights)                                             \
@@ -159,8 +169,11 @@ static inline __attribute__((always_inline)) void multiply_with_amx(
 }
 #else
 static int may_use_amx(void) { return 0; }
-static void begin_amx(void) {}
-static void end_amx(void) {}
+typedef struct {
+    char unused;
+} TileConfig;
+static TileConfig begin_amx(void) { return (TileConfig){0}; }
+static void end_amx(TileConfig before) { (void)before; }
 #endif
 
 /* c[rows][blocks * 16] (+)= a[rows][words] * b, for at most TILE_ROWS rows and MAX_BLOCKS blocks.

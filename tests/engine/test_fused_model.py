@@ -16,6 +16,7 @@ from engine.errors import UnsupportedModelError
 from engine.kv_cache import KvCache
 from engine.loader import load_model
 from engine.model_runner import ModelRunner
+from engine.native import library
 from engine.native.library import load_kernels
 from engine.sequence import SamplingParams, ScheduledSequence, Sequence, num_pages_for
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, load_reference, make_tiny_model
@@ -144,6 +145,30 @@ def test_mixed_batches_of_chunks_and_single_tokens(family, page_size, folder_of)
     assert difference(rigs[0].cache.tensor.float(), rigs[1].cache.tensor.float()) < 0.03
     untouched = (rigs[1].cache.tensor == 0).all(dim=-1)
     assert torch.equal((rigs[0].cache.tensor == 0).all(dim=-1), untouched), "K and V of new tokens, and nothing else"
+
+
+@pytest.fixture
+def without_amx(monkeypatch, tmp_path):
+    """Kernels as a processor without AMX has them."""
+    monkeypatch.setattr(library, "FLAGS", [*library.FLAGS, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"])
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    load_kernels.cache_clear()
+    yield
+    load_kernels.cache_clear()
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_processors_without_amx(quantize, folder_of, without_amx):
+    """Six rows at once, and one to five left over, times four blocks of outputs, and one to three left over."""
+    folder = folder_of("qwen3")
+    rigs = Rig(load(folder, quantize=quantize)), Rig(load(folder, attention="torch"), plain=True)
+    for length in (1, 2, 3, 4, 5, 6, 7, 100):
+        logits = []
+        for rig in rigs:
+            sequence, other = rig.sequence(random_prompt(length)), rig.sequence(random_prompt(length + 1))
+            rig.step((other, length))
+            logits.append(rig.step((sequence, length), (other, 1)).logits)
+        assert difference(*logits) < (0.05 if quantize == "none" else 0.12)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
