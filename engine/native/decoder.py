@@ -346,6 +346,7 @@ class NativeDecoder:
         tables = np.zeros((num_sequences, max(used)), dtype=np.int32)
         for row, (_, entry) in enumerate(placed):
             # Kernels check nothing: with a table that is too short they would write to pages of other sequences.
+            assert len(entry.sequence.page_table) >= used[row], f"{entry.sequence.sequence_id} lacks pages"
             tables[row, : used[row]] = entry.sequence.page_table[: used[row]]
         each = [
             -(-length // CHUNK_KEYS) * CHUNK_KEYS * w.head_dim * w.num_kv_heads * 2 for length in lengths[:num_chunks]
