@@ -124,7 +124,7 @@ def report(
     cores = len(usable_cores())
     table = Table(
         "load", "arm", *(title for title, _ in MEASURES.values()), "met both limits", "cores busy",
-        title=f"{DEFAULT_MODEL}; {options.rounds} rounds of {options.num_prompts} requests; limits: TTFT "
+        title=f"{DEFAULT_MODEL}; {options.rounds} round(s) of {options.num_prompts} requests; limits: TTFT "
         f"{options.ttft_ms:g} ms, TPOT {options.tpot_ms:g} ms; x: ratio to {label(options.baseline, cores)} "
         "[95 % interval over rounds]",
     )  # fmt: skip
