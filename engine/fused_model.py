@@ -39,6 +39,7 @@ from engine.step_inputs import step_inputs
 MAX_DIFFERENCE = 0.05
 """Of logits, keys and values, relative to their size. Rounding in bf16 makes 0.01 or so."""
 MAX_QUANTIZED_DIFFERENCE = 0.15
+"""The same, for weights of 8 bits."""
 _LAYER_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -166,6 +167,7 @@ class _Dissection:
             epsilon=self._epsilons.pop(),
             residual_scale=float(getattr(layers[0], "residual_multiplier", 1.0)),
         )
+        _check_sizes(weights)
         return FusedModel(
             weights,
             embedding.weight.detach(),
@@ -223,6 +225,26 @@ class _Dissection:
         if not torch.allclose(norm(x).float(), expected, rtol=1e-3, atol=1e-4):
             raise NotFusable(f"{type(norm).__name__} is no RMS norm")
         return weight.contiguous()
+
+
+def _check_sizes(weights: DecoderWeights) -> None:
+    """Kernels check nothing: a layer of another size would write beyond the buffers. Raises NotFusable."""
+    w, hidden, inner = weights, weights.hidden_size, weights.intermediate_size
+    of_heads, of_kv_heads = w.num_heads * w.head_dim, w.num_kv_heads * w.head_dim
+    for layer in w.layers:
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        sizes = [(linear.inputs, linear.outputs) for linear in linears]
+        wanted = [(hidden, of_heads + 2 * of_kv_heads), (of_heads, hidden), (hidden, 2 * inner), (inner, hidden)]
+        norms = (layer.attention_norm, layer.mlp_norm, layer.after_attention_norm, layer.after_mlp_norm)
+        of_one_head = (layer.query_norm, layer.key_norm)
+        if (
+            sizes != wanted
+            or any(norm is not None and norm.numel() != hidden for norm in norms)
+            or any(norm is not None and norm.numel() != w.head_dim for norm in of_one_head)
+        ):
+            raise NotFusable("its layers differ in size")
+    if w.head.inputs != hidden or w.norm.numel() != hidden or w.rotary_dim > w.head_dim or w.rotary_dim % 2:
+        raise NotFusable("its LM head or its rotary embedding is of another size")
 
 
 def _rotary_dim(rotary: Any) -> int:

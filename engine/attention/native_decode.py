@@ -14,13 +14,8 @@ import torch
 from engine.attention.base import AttentionOptions, AttentionPlan
 from engine.attention.torch_paged import TorchPagedAttention, TorchPagedPlan
 from engine.kv_cache import KvCache
-from engine.native.library import HEAD_DIM_MULTIPLE, MAX_GROUP, MAX_HEAD_DIM, DecodeAttention, load_kernels
+from engine.native.library import HEAD_DIM_MULTIPLE, MAX_GROUP, MAX_HEAD_DIM, DecodeAttention, load_kernels, num_splits
 from engine.sequence import ScheduledSequence, num_pages_for
-
-# Sequences are split until there are this many tasks per thread ...
-TASKS_PER_THREAD = 4
-# ... but no split is shorter than this.
-MIN_SPLIT_TOKENS = 128
 
 
 class NativeDecodeAttention:
@@ -64,7 +59,7 @@ class NativeDecodeAttention:
         a.token_indices = token_indices.data_ptr()
         a.num_sequences, a.max_pages = tables.shape
         a.group = query.shape[1] // a.num_heads
-        a.splits = self._num_splits(a)
+        a.splits = num_splits(a.num_sequences * a.num_heads, a.max_pages * a.page_size)
         size = a.num_sequences * a.num_heads * a.splits * a.group * (a.head_dim + 2)
         if self._partial.numel() < size:
             self._partial = torch.empty(size * 2, dtype=torch.float32)
@@ -72,12 +67,6 @@ class NativeDecodeAttention:
         a.window = options.sliding_window or 0
         a.scaling, a.softcap = options.scaling, options.softcap or 0.0
         self._kernels.kvferry_attend_decode(ctypes.byref(a))
-
-    @staticmethod
-    def _num_splits(a: DecodeAttention) -> int:
-        wanted: int = -(-TASKS_PER_THREAD * torch.get_num_threads() // (a.num_sequences * a.num_heads))
-        most: int = a.max_pages * a.page_size // MIN_SPLIT_TOKENS
-        return max(1, min(wanted, most))
 
 
 class _NativePlan:

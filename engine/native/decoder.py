@@ -12,7 +12,7 @@ import torch
 from engine import huge_pages
 from engine.attention.base import AttentionOptions
 from engine.kv_cache import KvCache
-from engine.native.library import MAX_GROUP, MAX_HEAD_DIM, load_kernels
+from engine.native.library import HEAD_DIM_MULTIPLE, MAX_GROUP, MAX_HEAD_DIM, load_kernels, num_splits
 from engine.sequence import ScheduledSequence, num_pages_for
 
 BLOCK = 16
@@ -22,10 +22,6 @@ ROW_MULTIPLE = 16
 INPUT_MULTIPLE = 32
 FEW_ROWS = 8
 CHUNK_KEYS = 64
-TASKS_PER_THREAD = 4
-"""Single tokens' attention is split until there are this many tasks per thread ..."""
-MIN_SPLIT_TOKENS = 128
-"""... but no split is shorter than this."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """As in decoder.c."""
 
@@ -251,7 +247,7 @@ class DecoderWeights:
 def can_run(head_dim: int, group: int, quantized: bool) -> bool:
     """Whether the kernels are there and take heads of this size, `group` query heads for each KV head."""
     kernels = load_kernels()
-    fits = head_dim % 32 == 0 and head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
+    fits = head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM and group <= MAX_GROUP
     needed = "kvferry_pack_int8" if quantized else "kvferry_pack"
     return fits and kernels is not None and hasattr(kernels, needed)
 
@@ -355,8 +351,7 @@ class NativeDecoder:
         np.cumsum(each, out=offsets[1:])
         num_decodes, splits = num_sequences - num_chunks, 1
         if num_decodes:
-            wanted = -(-TASKS_PER_THREAD * threads // (num_decodes * w.num_kv_heads))
-            splits = max(1, min(wanted, max(lengths[num_chunks:]) // MIN_SPLIT_TOKENS))
+            splits = num_splits(num_decodes * w.num_kv_heads, max(lengths[num_chunks:]))
         rows, get = _padded(num_tokens, ROW_MULTIPLE), self._scratch.get
         most_rows = max(rows, threads * _padded(FEW_ROWS, ROW_MULTIPLE))
         bf16, fp32 = torch.bfloat16, torch.float32

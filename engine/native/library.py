@@ -53,9 +53,8 @@ def _compiled(compiler: str) -> Path:
     # torch's own OpenMP runtime: a second runtime would start threads that compete for the same cores.
     link = [str(openmp), f"-Wl,-rpath,{openmp.parent}"] if openmp is not None else []
     texts = [path.read_text() for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")])]
-    key = hashlib.sha256("\0".join([*texts, *command, *link, platform.machine(), _processor()]).encode()).hexdigest()[
-        :16
-    ]
+    origin = "\0".join([*texts, *command, *link, platform.machine(), _processor()])
+    key = hashlib.sha256(origin.encode()).hexdigest()[:16]
     target = cache_folder() / "native" / f"kernels-{key}.so"
     if target.is_file():
         return target
@@ -120,7 +119,20 @@ class DecodeAttention(ctypes.Structure):
 
 
 MAX_GROUP, MAX_HEAD_DIM, HEAD_DIM_MULTIPLE = 16, 256, 32
-"""Limits of `kvferry_attend_decode`, as in kernels.c."""
+"""Limits of single tokens' attention, as in decode_attention.h."""
+TASKS_PER_THREAD = 4
+"""Single tokens' attention is split until there are this many tasks per thread ..."""
+MIN_SPLIT_TOKENS = 128
+"""... but no split is shorter than this."""
+
+
+def num_splits(num_heads: int, longest: int) -> int:
+    """Parts into which the attention of a token is split.
+
+    num_heads: KV heads of all sequences. longest: tokens of the longest sequence.
+    """
+    wanted = -(-TASKS_PER_THREAD * torch.get_num_threads() // num_heads)
+    return max(1, min(wanted, longest // MIN_SPLIT_TOKENS))
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -134,7 +146,9 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         library.kvferry_run_head.argtypes = [pointer] * 2 + [ctypes.c_float] + [pointer] * 2 + [number] + [pointer] * 3
         library.kvferry_run_head.argtypes += [number]
         library.kvferry_pack.argtypes = [pointer, number, number, pointer, number, number]
-        library.kvferry_pack_int8.argtypes = [*library.kvferry_pack.argtypes, pointer, pointer]
-        for name in ("kvferry_run_layers", "kvferry_run_head", "kvferry_pack", "kvferry_pack_int8"):
+        for name in ("kvferry_run_layers", "kvferry_run_head", "kvferry_pack"):
             getattr(library, name).restype = None
+    if hasattr(library, "kvferry_pack_int8"):  # and VNNI
+        library.kvferry_pack_int8.argtypes = [*library.kvferry_pack.argtypes, pointer, pointer]
+        library.kvferry_pack_int8.restype = None
     return library
