@@ -42,26 +42,6 @@ static inline floats multiply_add(floats sum, query_part query, const bf16 *key)
 }
 #endif
 
-/* Adds the lanes at `distance` within each of two vectors and packs the sums. Four rounds reduce 16 vectors to sums. */
-static inline floats fold(floats a, floats b, int distance) {
-    ints low, high;
-    for (int lane = 0; lane < LANES; lane++) {
-        const int group = lane / distance, offset = lane % distance;
-        const int from = group % 2 ? LANES : 0;
-        low[lane] = from + group / 2 * 2 * distance + offset;
-        high[lane] = low[lane] + distance;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-}
-
-/* Lane t of the result is the sum of all lanes of v[t]. */
-static inline floats sums_of_lanes(floats v[LANES]) {
-    for (int i = 0; i < 8; i++) v[i] = fold(v[i], v[i + 8], 8);
-    for (int i = 0; i < 4; i++) v[i] = fold(v[i], v[i + 4], 4);
-    for (int i = 0; i < 2; i++) v[i] = fold(v[i], v[i + 2], 2);
-    return fold(v[0], v[1], 1);
-}
-
 /* One split of one KV head of one sequence: online softmax over its pages, each page read once.
  * D (head_dim) and G (query heads) are constants in the calls for common models, so that data stays in registers. */
 static inline __attribute__((always_inline)) void attend_split(

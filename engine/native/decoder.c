@@ -14,6 +14,10 @@
 #include "team.h"
 
 #define CHUNK_KEYS 64       /* keys that a block of queries attends to at once */
+#define SOFTMAX_ROWS 16      /* rows whose weights are computed together */
+#define LEAST_SCORE -1e30f  /* before any key */
+#define INPUT_BYTES (1 << 20) /* inputs of a product that should stay in the second cache */
+#define FLUSH_DENORMALS 0x8040 /* MXCSR: as inputs and as results. Microcode computes them: 40 % of a chunk's time */
 #define FEW_ROWS 8          /* so few rows are normed by each thread for itself, which saves a phase */
 
 typedef struct {
@@ -203,6 +207,16 @@ static inline __m512 exp_vector(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+/* 2^x, relative error about 3e-6; 0 for minus infinity. */
+static inline __m512 exp2_vector(__m512 x) {
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x less its floor */
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(1.35341456e-2f), _mm512_set1_ps(5.20114920e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.41442746e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93003834e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.00000259f));
+    return _mm512_scalef_ps(p, x);
+}
+
 static inline floats activate(floats x, int activation) {
     /* x / (1 + e^-z), with z = x for SILU. For GELU 0.5 (1 + tanh(z / 2)) is 1 / (1 + e^-z). */
     const floats z = activation == SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216f;
@@ -260,29 +274,44 @@ static void finish_tile(
     }
 }
 
-/* This thread's outputs of a product, for all rows. */
-static void linear(const Worker *w, const Linear *l, Inputs x, int num_rows, const Target *target) {
+/* This thread's outputs of a product, for rows [first_row, last_row). */
+static void linear_rows(
+    const Worker *w, const Linear *l, Inputs x, int first_row, int last_row, const Target *target) {
     const int num_blocks = (l->outputs + BLOCK - 1) / BLOCK, num_words = words_of(l), each = rows_per_token(l);
     const int64_t block_size = (int64_t)num_words * BLOCK;
+    /* A tile of weights is 16 lines, and is multiplied by two tiles of rows at once. */
+    const int lines = AMX_WORDS * 2 / ((last_row - first_row) * each / (2 * AMX_ROWS) + 1) + 1;
     float tile[TILE_ROWS * TILE_COLUMNS] __attribute__((aligned(64)));
     int first, last;
     share(num_blocks, target->finish == GATED ? 2 : 1, w->thread, w->team->num_threads, &first, &last);
     for (int block = first; block < last; block += MAX_BLOCKS) {
         const int blocks = last - block < MAX_BLOCKS ? last - block : MAX_BLOCKS;
-        for (int row = 0; row < num_rows; row += TILE_ROWS / each) {
-            const int rows = num_rows - row < TILE_ROWS / each ? num_rows - row : TILE_ROWS / each;
+        const int after = last - block - blocks, next = after < MAX_BLOCKS ? after : MAX_BLOCKS;
+        const char *next_weights = (const char *)(l->packed + (block + blocks) * block_size);
+        Ahead ahead = {next_weights, next_weights + next * block_size * (int64_t)sizeof(word), lines};
+        for (int row = first_row; row < last_row; row += TILE_ROWS / each) {
+            const int rows = last_row - row < TILE_ROWS / each ? last_row - row : TILE_ROWS / each;
             for (int k = 0; k < num_words; k += MAX_WORDS) {
                 const int words = num_words - k < MAX_WORDS ? num_words - k : MAX_WORDS;
                 const word *a = x.rows + (int64_t)row * each * num_words + k;
                 const word *b = l->packed + block * block_size + (int64_t)k * BLOCK;
                 if (kind_of(l) == BF16)
-                    multiply_bf16(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
+                    multiply_bf16(a, num_words, rows, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0, &ahead);
                 else
-                    multiply_int8(a, num_words, rows * each, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0);
+                    multiply_int8(a, num_words, rows * each, b, block_size, blocks, words, tile, TILE_COLUMNS, k > 0,
+                                  &ahead);
             }
             finish_tile(l, target, x.scales, tile, row, rows, block, blocks);
         }
     }
+}
+
+/* This thread's outputs of a product. Inputs are read for each few outputs, from the second cache if they fit. */
+static void linear(const Worker *w, const Linear *l, Inputs x, int num_rows, const Target *target) {
+    const int64_t row_bytes = (int64_t)sizeof(word) * rows_per_token(l) * words_of(l);
+    const int most = (int)(INPUT_BYTES / row_bytes) / TILE_ROWS * TILE_ROWS, step = most ? most : TILE_ROWS;
+    for (int row = 0; row < num_rows; row += step)
+        linear_rows(w, l, x, row, num_rows - row < step ? num_rows : row + step, target);
 }
 
 /* Rotary embedding, and the store of K and V. */
@@ -425,6 +454,71 @@ static inline __mmask16 seen(int begin, int last) {
     return (__mmask16)(up_to_last & ~before);
 }
 
+/* Online softmax over some keys for up to SOFTMAX_ROWS rows. */
+typedef struct {
+    float largest[SOFTMAX_ROWS] __attribute__((aligned(64))); /* score so far, times log2(e) */
+    float total[SOFTMAX_ROWS] __attribute__((aligned(64)));
+} Softmax;
+
+static const Softmax no_softmax = {
+    .largest = {[0 ... SOFTMAX_ROWS - 1] = LEAST_SCORE},
+};
+
+/* Turns scores of CHUNK_KEYS keys into weights, and scales `sums` [rows, width] of weighted values of the keys before,
+ * where a score is larger than all before. log2_scale: from scores to powers of two. Scores of hidden keys: -inf. */
+static void weigh(
+    Softmax *softmax, const float *scores, bf16 *weights, float *sums, int width, float log2_scale) {
+    const __m512 scale = _mm512_set1_ps(log2_scale);
+    floats most[SOFTMAX_ROWS], totals[SOFTMAX_ROWS];
+    for (int r = 0; r < SOFTMAX_ROWS; r++) {
+        const float *score = scores + r * CHUNK_KEYS;
+        const __m512 a = _mm512_max_ps(_mm512_load_ps(score), _mm512_load_ps(score + LANES));
+        const __m512 b = _mm512_max_ps(_mm512_load_ps(score + 2 * LANES), _mm512_load_ps(score + 3 * LANES));
+        most[r] = (floats)_mm512_max_ps(a, b);
+    }
+    const __m512 before = _mm512_load_ps(softmax->largest);
+    const __m512 largest = _mm512_max_ps(before, _mm512_mul_ps((__m512)largest_of_lanes(most), scale));
+    _mm512_store_ps(softmax->largest, largest);
+    const __mmask16 grew = _mm512_cmp_ps_mask(largest, before, _CMP_GT_OQ);
+    if (grew) {
+        float shrink[SOFTMAX_ROWS] __attribute__((aligned(64)));
+        const __m512 factors = exp2_vector(_mm512_sub_ps(before, largest));
+        _mm512_store_ps(shrink, factors);
+        _mm512_store_ps(softmax->total, _mm512_mul_ps(_mm512_load_ps(softmax->total), factors));
+        for (int r = 0; r < SOFTMAX_ROWS; r++)
+            for (int i = 0; i < width; i += LANES) {
+                float *sum = sums + r * width + i;
+                _mm512_store_ps(sum, _mm512_mul_ps(_mm512_load_ps(sum), _mm512_set1_ps(shrink[r])));
+            }
+    }
+    for (int r = 0; r < SOFTMAX_ROWS; r++) {
+        const __m512 shift = _mm512_set1_ps(softmax->largest[r]);
+        totals[r] = (floats){0};
+        for (int i = 0; i < CHUNK_KEYS; i += 2 * LANES) {
+            const float *score = scores + r * CHUNK_KEYS + i;
+            const __m512 a = exp2_vector(_mm512_fmsub_ps(_mm512_load_ps(score), scale, shift));
+            const __m512 b = exp2_vector(_mm512_fmsub_ps(_mm512_load_ps(score + LANES), scale, shift));
+            const __m512bh both = _mm512_cvtne2ps_pbh(b, a);
+            totals[r] += (floats)_mm512_add_ps(a, b);
+            memcpy(weights + r * CHUNK_KEYS + i, &both, sizeof both); /* as it is read: else the read waits for it */
+        }
+    }
+    const floats total = sums_of_lanes(totals) + (floats)_mm512_load_ps(softmax->total);
+    _mm512_store_ps(softmax->total, (__m512)total);
+}
+
+/* Hides the scores of keys [key, key + CHUNK_KEYS) that come after a row's query, or before its window. Rows are query
+ * heads, `group` for each position. */
+static void hide(float *scores, int num_rows, int group, int first_row, int position, int key, int window) {
+    for (int r = 0; r < num_rows; r++) {
+        const int at = position + (first_row + r) / group; /* of the query */
+        const int last = at - key, begin = window > 0 ? at - window + 1 - key : 0;
+        for (int i = 0; i < CHUNK_KEYS && (last < CHUNK_KEYS - 1 || begin > 0); i += LANES)
+            _mm512_mask_store_ps(scores + r * CHUNK_KEYS + i, (__mmask16)~seen(begin - i, last - i),
+                                 _mm512_set1_ps(-INFINITY));
+    }
+}
+
 /* Some consecutive queries of one KV head. A row is one query head of one token. */
 static void attend_block(const Worker *w, const Layer *layer, int sequence, int head, int block) {
     const Decoder *d = w->d;
@@ -435,68 +529,49 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     const int64_t row = (int64_t)(d->num_heads + 2 * d->num_kv_heads) * D;
     const int64_t padded_keys = (int64_t)num_key_blocks(s, sequence) * CHUNK_KEYS;
     const bf16 *keys = packed_head(w, sequence, head), *values = keys + padded_keys * D;
+    const float log2_scale = 1.44269504f * (layer->softcap > 0.0f ? 1.0f : layer->scaling);
     bf16 query[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    bf16 weights[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
-    float scores[TILE_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
+    bf16 weights[2 * SOFTMAX_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
+    float scores[2 * SOFTMAX_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float sums[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
-    const __m512 hidden = _mm512_set1_ps(-INFINITY), scaling = _mm512_set1_ps(layer->scaling);
-    float largest[TILE_ROWS];
-    __m512 totals[TILE_ROWS];
+    Softmax softmax[TILE_ROWS / SOFTMAX_ROWS];
 
     for (int r = 0; r < num_rows; r++) {
         const int64_t token = s->first_token[sequence] + first + r / G;
         memcpy(query + r * D, s->qkv + token * row + (int64_t)(head * G + r % G) * D, D * sizeof(bf16));
-        largest[r] = -INFINITY;
-        totals[r] = _mm512_setzero_ps();
     }
-    memset(sums, 0, sizeof(float) * num_rows * D);
+    memset(query + num_rows * D, 0, sizeof(bf16) * (padded(num_rows) - num_rows) * D);
+    memset(sums, 0, sizeof(float) * padded(num_rows) * D);
+    for (int i = 0; i < TILE_ROWS / SOFTMAX_ROWS; i++) softmax[i] = no_softmax;
     const int low = layer->window > 0 && position - layer->window + 1 > 0 ? position - layer->window + 1 : 0;
     for (int key = low / CHUNK_KEYS * CHUNK_KEYS; key < position + tokens; key += CHUNK_KEYS) {
-        multiply_bf16(query, D / 2, num_rows, keys + (int64_t)key * D, (int64_t)BLOCK * D / 2, CHUNK_KEYS / BLOCK,
-                      D / 2, scores, CHUNK_KEYS, 0);
-        for (int r = 0; r < num_rows; r++) {
-            const int at = position + r / G; /* of the query */
-            const int last = at - key, begin = layer->window > 0 ? at - layer->window + 1 - key : 0;
-            bf16 *weight = weights + r * CHUNK_KEYS;
-            __m512 score[CHUNK_KEYS / LANES];
-            for (int i = 0; i < CHUNK_KEYS / LANES; i++)
-                score[i] = _mm512_mul_ps(_mm512_load_ps(scores + r * CHUNK_KEYS + i * LANES), scaling);
+        /* Rows of which the first sees no key, and so all before it, are left out. */
+        const int unseen = key > position ? (key - position) * G / (2 * SOFTMAX_ROWS) * (2 * SOFTMAX_ROWS) : 0;
+        for (int r = unseen; r < num_rows; r += 2 * SOFTMAX_ROWS) {
+            const int rows = num_rows - r < 2 * SOFTMAX_ROWS ? num_rows - r : 2 * SOFTMAX_ROWS;
+            multiply_bf16(query + r * D, D / 2, rows, keys + (int64_t)key * D, (int64_t)BLOCK * D / 2,
+                          CHUNK_KEYS / BLOCK, D / 2, scores, CHUNK_KEYS, 0, NULL);
             if (layer->softcap > 0.0f)
-                for (int i = 0; i < CHUNK_KEYS / LANES; i++) score[i] = cap(score[i], layer->softcap);
-            if (last < CHUNK_KEYS - 1 || begin > 0)
-                for (int i = 0; i < CHUNK_KEYS / LANES; i++)
-                    score[i] = _mm512_mask_blend_ps(seen(begin - i * LANES, last - i * LANES), hidden, score[i]);
-            const float peak = _mm512_reduce_max_ps(
-                _mm512_max_ps(_mm512_max_ps(score[0], score[1]), _mm512_max_ps(score[2], score[3])));
-            if (peak > largest[r]) {
-                if (largest[r] != -INFINITY) {
-                    const __m512 shrink = exp_vector(_mm512_set1_ps(largest[r] - peak));
-                    totals[r] = _mm512_mul_ps(totals[r], shrink);
-                    for (int i = 0; i < D; i += LANES)
-                        _mm512_store_ps(sums + r * D + i, _mm512_mul_ps(_mm512_load_ps(sums + r * D + i), shrink));
+                for (int i = 0; i < rows * CHUNK_KEYS; i += LANES) {
+                    const __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + i), _mm512_set1_ps(layer->scaling));
+                    _mm512_store_ps(scores + i, cap(score, layer->softcap));
                 }
-                largest[r] = peak;
+            if (key + CHUNK_KEYS > position + r / G || layer->window > 0)
+                hide(scores, rows, G, r, position, key, layer->window);
+            for (int part = 0; part < rows; part += SOFTMAX_ROWS)
+                weigh(softmax + (r + part) / SOFTMAX_ROWS, scores + part * CHUNK_KEYS, weights + part * CHUNK_KEYS,
+                      sums + (r + part) * D, D, log2_scale);
+            for (int i = 0; i < D; i += TILE_COLUMNS) {
+                const int blocks = D - i < TILE_COLUMNS ? (D - i) / BLOCK : MAX_BLOCKS;
+                multiply_bf16(weights, CHUNK_KEYS / 2, rows, values + i * padded_keys + (int64_t)key * BLOCK,
+                              padded_keys * BLOCK / 2, blocks, CHUNK_KEYS / 2, sums + r * D + i, D, 1, NULL);
             }
-            if (largest[r] == -INFINITY) { /* all of these keys are before this query's window */
-                memset(weight, 0, CHUNK_KEYS * sizeof(bf16));
-                continue;
-            }
-            for (int i = 0; i < CHUNK_KEYS / LANES; i++) {
-                const __m512 e = exp_vector(_mm512_sub_ps(score[i], _mm512_set1_ps(largest[r])));
-                totals[r] = _mm512_add_ps(totals[r], e);
-                store_bf16(weight + i * LANES, (floats)e);
-            }
-        }
-        for (int i = 0; i < D; i += TILE_COLUMNS) {
-            const int blocks = D - i < TILE_COLUMNS ? (D - i) / BLOCK : MAX_BLOCKS;
-            multiply_bf16(weights, CHUNK_KEYS / 2, num_rows, values + i * padded_keys + (int64_t)key * BLOCK,
-                          padded_keys * BLOCK / 2, blocks, CHUNK_KEYS / 2, sums + i, D, 1);
         }
     }
     for (int r = 0; r < num_rows; r++) {
         const int64_t token = s->first_token[sequence] + first + r / G;
         bf16 *out = s->attended + (token * d->num_heads + head * G + r % G) * D;
-        const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(totals[r]));
+        const __m512 inverse = _mm512_set1_ps(1.0f / softmax[r / SOFTMAX_ROWS].total[r % SOFTMAX_ROWS]);
         for (int i = 0; i < D; i += LANES)
             store_bf16(out + i, (floats)_mm512_mul_ps(_mm512_load_ps(sums + r * D + i), inverse));
     }
@@ -609,9 +684,12 @@ void kvferry_run_layers(const Decoder *d, const Step *s) {
     {
         const Worker worker = {d, s, &team, omp_get_thread_num()};
         const TileConfig before = begin_amx();
+        const unsigned csr = _mm_getcsr();
+        _mm_setcsr(csr | FLUSH_DENORMALS);
 #pragma omp single
         team.num_threads = omp_get_num_threads(); /* may be fewer than asked for */
         for (int index = s->first_layer; index < s->last_layer; index++) run_layer(&worker, index);
+        _mm_setcsr(csr);
         end_amx(before);
     }
 }

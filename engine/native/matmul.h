@@ -24,6 +24,18 @@
 typedef uint32_t word;
 typedef enum { BF16, INT8 } Kind;
 
+/* Memory that is brought to the second cache while something else is multiplied: some lines with each step. The
+ * processor's own prefetch stops at each page and is too late for products of few rows. */
+typedef struct {
+    const char *at, *end;
+    int lines;
+} Ahead;
+
+static inline __attribute__((always_inline)) void fetch(Ahead *ahead) {
+    for (int i = 0; i < ahead->lines && ahead->at < ahead->end; i++, ahead->at += 64)
+        __builtin_prefetch(ahead->at, 0, 2);
+}
+
 static inline __attribute__((always_inline)) __m512i multiply_add_words(
     __m512i sum, __m512i row, __m512i weights, const Kind kind) {
 #ifdef __AVX512VNNI__
@@ -118,7 +130,7 @@ static void end_amx(TileConfig before) {
 /* 16 or 32 rows by one or two blocks. words: a multiple of AMX_WORDS. Reads 16 or 32 rows of `a`. */
 static inline __attribute__((always_inline)) void multiply_tiles(
     const word *a, int64_t a_row, const word *b, int64_t b_block, int words, word *c, int64_t c_row, int adds,
-    const Kind kind, const int two_rows, const int two_blocks) {
+    const Kind kind, const int two_rows, const int two_blocks, Ahead *ahead) {
     word *c1 = c + AMX_ROWS * c_row;
     const int64_t c_bytes = c_row * sizeof(word), a_bytes = a_row * sizeof(word);
     if (adds) {
@@ -135,6 +147,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(
     for (int k = 0; k < words; k += AMX_WORDS, a += AMX_WORDS, b += AMX_WORDS * BLOCK) {
         _tile_loadd(4, a, a_bytes);
         _tile_loadd(6, b, 64);
+        if (ahead && two_rows) fetch(ahead);
         DOT_TILES(0, 4, 6);
         if (two_blocks) {
             _tile_loadd(7, b + b_block, 64);
@@ -154,16 +167,17 @@ static inline __attribute__((always_inline)) void multiply_tiles(
 
 static inline __attribute__((always_inline)) void multiply_with_amx(
     const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
-    int64_t c_row, int adds, const Kind kind) {
+    int64_t c_row, int adds, const Kind kind, Ahead *ahead) {
     for (int n = 0; n < blocks; n += 2, b += 2 * b_block, c += 2 * BLOCK) {
         const word *from = a;
         word *to = c;
         for (int r = 0; r < rows; r += 2 * AMX_ROWS, from += 2 * AMX_ROWS * a_row, to += 2 * AMX_ROWS * c_row) {
             const int two_rows = rows - r > AMX_ROWS, two_blocks = blocks - n > 1;
-            if (two_rows && two_blocks) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 1);
-            else if (two_rows) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 0);
-            else if (two_blocks) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 1);
-            else multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 0);
+            if (two_rows && two_blocks)
+                multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 1, ahead);
+            else if (two_rows) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 1, 0, ahead);
+            else if (two_blocks) multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 1, ahead);
+            else multiply_tiles(from, a_row, b, b_block, words, to, c_row, adds, kind, 0, 0, ahead);
         }
     }
 }
@@ -177,13 +191,13 @@ static void end_amx(TileConfig before) { (void)before; }
 #endif
 
 /* c[rows][blocks * 16] (+)= a[rows][words] * b, for at most TILE_ROWS rows and MAX_BLOCKS blocks.
- * `a` and `c` have room for rows up to the next multiple of AMX_ROWS, which may hold anything. */
+ * `a` and `c` have room for rows up to the next multiple of AMX_ROWS, which may hold anything. ahead: may be NULL. */
 static inline __attribute__((always_inline)) void multiply_kind(
     const word *a, int64_t a_row, int rows, const word *b, int64_t b_block, int blocks, int words, word *c,
-    int64_t c_row, int adds, const Kind kind) {
+    int64_t c_row, int adds, const Kind kind, Ahead *ahead) {
 #ifdef __AMX_BF16__
     if (words % AMX_WORDS == 0 && may_use_amx()) {
-        multiply_with_amx(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, kind);
+        multiply_with_amx(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, kind, ahead);
         return;
     }
 #endif
@@ -192,14 +206,14 @@ static inline __attribute__((always_inline)) void multiply_kind(
 
 static void multiply_bf16(
     const void *a, int64_t a_row, int rows, const void *b, int64_t b_block, int blocks, int words, void *c,
-    int64_t c_row, int adds) {
-    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, BF16);
+    int64_t c_row, int adds, Ahead *ahead) {
+    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, BF16, ahead);
 }
 
 static void multiply_int8(
     const void *a, int64_t a_row, int rows, const void *b, int64_t b_block, int blocks, int words, void *c,
-    int64_t c_row, int adds) {
-    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, INT8);
+    int64_t c_row, int adds, Ahead *ahead) {
+    multiply_kind(a, a_row, rows, b, b_block, blocks, words, c, c_row, adds, INT8, ahead);
 }
 
 #endif

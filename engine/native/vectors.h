@@ -74,4 +74,40 @@ static inline float sum_of_lanes(floats v) {
     return sum;
 }
 
+/* Splits each of two vectors into groups of `distance` lanes, and packs the even and the odd ones. */
+static inline void separate(floats a, floats b, int distance, floats *even, floats *odd) {
+    ints low, high;
+    for (int lane = 0; lane < LANES; lane++) {
+        const int group = lane / distance, offset = lane % distance;
+        const int from = group % 2 ? LANES : 0;
+        low[lane] = from + group / 2 * 2 * distance + offset;
+        high[lane] = low[lane] + distance;
+    }
+    *even = __builtin_shuffle(a, b, low);
+    *odd = __builtin_shuffle(a, b, high);
+}
+
+static inline floats add_lanes(floats a, floats b, int distance) {
+    floats even, odd;
+    separate(a, b, distance, &even, &odd);
+    return even + odd;
+}
+
+static inline floats largest_lanes(floats a, floats b, int distance) {
+    floats even, odd;
+    separate(a, b, distance, &even, &odd);
+    return choose(even > odd, even, odd);
+}
+
+/* Four rounds reduce sixteen vectors to one: lane t of the result is that of all lanes of v[t]. */
+#define REDUCE_LANES(name, fold)                                     \
+    static inline floats name(floats v[LANES]) {                     \
+        for (int i = 0; i < 8; i++) v[i] = fold(v[i], v[i + 8], 8);  \
+        for (int i = 0; i < 4; i++) v[i] = fold(v[i], v[i + 4], 4);  \
+        for (int i = 0; i < 2; i++) v[i] = fold(v[i], v[i + 2], 2);  \
+        return fold(v[0], v[1], 1);                                  \
+    }
+REDUCE_LANES(sums_of_lanes, add_lanes)
+REDUCE_LANES(largest_of_lanes, largest_lanes)
+
 #endif
