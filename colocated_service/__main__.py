@@ -19,6 +19,7 @@ def serve(config: ColocatedConfig) -> int:
         worker_pb2.TIER_COLOCATED,
         build_loop=lambda parts, runner, rng: ColocatedLoop(parts, runner, config),
         token_budget=config.token_budget,
+        is_mixed=config.is_mixed,
         slowdown=SLOWDOWN[config.prompt_order],
         moves_pages=False,
     )

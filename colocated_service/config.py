@@ -22,10 +22,15 @@ class StepOptions:
 class ColocatedConfig(StepOptions, PromptOptions, OverlapOptions, WorkerConfig):
     """A colocated worker: computes prompts and generates tokens in one process. The baseline of two tiers."""
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether steps contain both phases."""
+        return self.step_policy == "mixed"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_prompts()
-        if self.step_policy == "mixed" and self.token_budget <= self.max_num_sequences:
+        if self.is_mixed and self.token_budget != "auto" and self.token_budget <= self.max_num_sequences:
             raise ValueError(
                 f"--token-budget is {self.token_budget} and --max-num-sequences {self.max_num_sequences}; "
                 "with mixed steps the budget must be larger, or decoding sequences leave nothing for prompts"

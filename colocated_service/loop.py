@@ -32,15 +32,13 @@ class ColocatedLoop(TierHooks):
             parts.pool,
             cache,
             parts.page_size,
-            config.token_budget,
+            parts.token_budget,
             config.max_num_sequences,
             config.step_policy,
             config.prompt_order,
         )
         self.requests = RequestTable(parts, self.scheduler, lambda request, reason: None)
-        self._loop = EngineLoop(
-            parts, runner, cache, self.scheduler, self.requests, self, config.overlap, config.token_budget
-        )
+        self._loop = EngineLoop(parts, runner, cache, self.scheduler, self.requests, self, config.overlap)
         self.run, self.turn = self._loop.run, self._loop.turn
 
     def __repr__(self) -> str:

@@ -46,7 +46,7 @@ class PrefillLoop(TierHooks):
         self._parts = parts
         cache = PrefixCache(parts.pool, parts.page_size, config.prefix_cache)
         self._scheduler = PrefillScheduler(
-            parts.pool, cache, parts.page_size, config.token_budget, config.max_num_sequences, config.prompt_order
+            parts.pool, cache, parts.page_size, parts.token_budget, config.max_num_sequences, config.prompt_order
         )
         self.requests = RequestTable(parts, self._scheduler, self._let_go)
         self._sender = PageSender(parts.pool, parts.transfers, parts.page_bytes, parts.num_layer_groups, parts.clock)
@@ -55,9 +55,7 @@ class PrefillLoop(TierHooks):
         self._peers = Peers(parts)
         self._is_written: IsWritten | None = None
         """Of the last step: the pages of all steps are written once it says so."""
-        self._loop = EngineLoop(
-            parts, runner, cache, self._scheduler, self.requests, self, token_budget=config.token_budget
-        )
+        self._loop = EngineLoop(parts, runner, cache, self._scheduler, self.requests, self)
         self.run, self.turn = self._loop.run, self._loop.turn
 
     def __repr__(self) -> str:

@@ -85,9 +85,8 @@ class EngineLoop:
         requests: RequestTable,
         tier: TierHooks,
         overlap: Overlap = "off",
-        token_budget: int = 0,
     ) -> None:
-        """overlap: whether to use async scheduling. token_budget: prompt tokens per step; 0: no prompts."""
+        """overlap: whether to use async scheduling."""
         self._parts, self._runner, self._cache = parts, runner, cache
         self._scheduler, self._requests, self._tier = scheduler, requests, tier
         self._reporter = LoadReporter(parts.sessions, cache)
@@ -95,7 +94,7 @@ class EngineLoop:
         self._in_flight: _StepInFlight | None = None
         self._delivered_at = 0.0
         self._num_failed_steps = 0
-        self._rate, self._least_rated_tokens = Rate(), max(1, token_budget // 2)
+        self._rate, self._least_rated_tokens = Rate(), max(1, parts.token_budget // 2)
         self.is_busy = False
         """The last turn had something to compute, so the next one must not wait for messages."""
         self._checked_at = 0.0

@@ -35,6 +35,8 @@ class WorkerParts:
     agent_name: str
     address: str
     """host:port at which other workers reach this one."""
+    token_budget: int = 0
+    """Prompt tokens per step; 0: this worker computes no prompts."""
     num_layer_groups: int = 1
     """Parts in which pages can be sent; see `KvCache.num_layer_groups`."""
 

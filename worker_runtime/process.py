@@ -19,7 +19,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from grpc import aio
@@ -51,6 +51,7 @@ from worker_runtime.pair_test_pages import KvTestPages
 from worker_runtime.parts import WorkerParts
 from worker_runtime.pool_size import num_pool_pages
 from worker_runtime.session import Sessions, SessionServicer
+from worker_runtime.token_budget import measured_token_budget
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,10 @@ class WorkerKind:
 
     tier: worker_pb2.Tier.ValueType
     build_loop: Callable[[WorkerParts, StepRunner, random.Random], Loop]
-    token_budget: int = 0
+    token_budget: int | Literal["auto"] = 0
     """Prompt tokens per step; 0 for decode workers."""
+    is_mixed: bool = False
+    """Whether steps contain prompts beside sequences that decode."""
     slowdown: int = 0
     """See `WorkerLimits.slowdown`."""
     moves_pages: bool = True
@@ -103,36 +106,50 @@ def run_worker(config: WorkerConfig, tier: WorkerKind) -> int:
     prepare_process(config.process)
     try_ports(config.process)
     engine, started = EngineThread(config.engine.threads), time.monotonic()
-    loaded, kv_cache = engine.call(lambda: _load(config, tier))
+    loaded, kv_cache, token_budget = engine.call(lambda: _load(config, tier))
     about = {
         "model": config.engine.model,
         "dtype": _dtype_name(loaded.dtype),
         "device": str(loaded.device),
         "threads": engine.num_threads,
         "fused": loaded.fused is not None,
+        "token_budget": token_budget,
         "seconds": round(time.monotonic() - started, 2),
     }
     log.info("model loaded", extra=about)
     _use_device(loaded.device)
 
     async def serve() -> int:
-        return await WorkerProcess(config, tier, engine, loaded, kv_cache).run()
+        return await WorkerProcess(config, tier, engine, loaded, kv_cache, token_budget).run()
 
     return asyncio.run(serve())
 
 
-def _load(config: WorkerConfig, tier: WorkerKind) -> tuple[LoadedModel, KvCache]:
+def _load(config: WorkerConfig, tier: WorkerKind) -> tuple[LoadedModel, KvCache, int]:
+    """The model, its pool of pages, and the token budget."""
     loaded = load_model(config.engine)
     _use_device(loaded.device)
-    num_pages = num_pool_pages(config.engine, loaded, tier.token_budget, config.max_num_sequences)
-    return loaded, KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
+    token_budget = (
+        measured_token_budget(loaded, config.engine, tier.is_mixed, config.max_num_sequences)
+        if tier.token_budget == "auto"
+        else tier.token_budget
+    )
+    num_pages = num_pool_pages(config.engine, loaded, token_budget, config.max_num_sequences)
+    kv_cache = KvCache(num_pages, config.engine.page_size, loaded.kv_shape, loaded.dtype, loaded.device)
+    return loaded, kv_cache, token_budget
 
 
 class WorkerProcess:
     """A worker on an event loop. Built there, run once."""
 
     def __init__(
-        self, config: WorkerConfig, tier: WorkerKind, engine: EngineThread, loaded: LoadedModel, kv_cache: KvCache
+        self,
+        config: WorkerConfig,
+        tier: WorkerKind,
+        engine: EngineThread,
+        loaded: LoadedModel,
+        kv_cache: KvCache,
+        token_budget: int,
     ) -> None:
         self._config, self._tier, self._device, self._engine = config, tier, kv_cache.tensor.device, engine
         self._event_loop = asyncio.get_running_loop()
@@ -143,8 +160,8 @@ class WorkerProcess:
         process = config.process
         names = ["kvferry.v1.WorkerService", *tier.service_names]
         self._server = RpcServer(process.host, process.port, names, tls_files(process), health_port=process.health_port)
-        self._parts = parts = self._build_parts(loaded, kv_cache)
-        runner = engine.call(lambda: _build_runner(config, tier, loaded, kv_cache))
+        self._parts = parts = self._build_parts(loaded, kv_cache, token_budget)
+        runner = engine.call(lambda: _build_runner(config, tier, loaded, kv_cache, token_budget))
         self._loop = engine.call(lambda: tier.build_loop(parts, runner, random.Random()))
         info = worker_pb2.WorkerInfo(
             worker_id=parts.worker_id,
@@ -159,7 +176,7 @@ class WorkerProcess:
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, self._server.server)
         tier.add_services(self._server.server, parts)
 
-    def _build_parts(self, loaded: LoadedModel, kv_cache: KvCache) -> WorkerParts:
+    def _build_parts(self, loaded: LoadedModel, kv_cache: KvCache, token_budget: int) -> WorkerParts:
         config = self._config
         worker_id = config.worker_id or default_worker_id(self._server.port)
         incarnation_id = new_incarnation_id()
@@ -184,6 +201,7 @@ class WorkerProcess:
             incarnation_id=incarnation_id,
             agent_name=agent_name,
             address=normal_address(config.advertise_address) if config.advertise_address else self._server.address,
+            token_budget=token_budget,
             num_layer_groups=kv_cache.num_layer_groups,
         )
 
@@ -193,7 +211,7 @@ class WorkerProcess:
             page_size=kv_cache.page_size,
             max_model_len=loaded.max_model_len,
             max_num_sequences=self._config.max_num_sequences,
-            token_budget=self._tier.token_budget,
+            token_budget=self._parts.token_budget,
             vocab_size=loaded.vocab_size,
             slowdown=self._tier.slowdown,
         )
@@ -335,9 +353,11 @@ def _build_transport(config: WorkerConfig, tier: WorkerKind, agent_name: str, kv
     return NixlTransport(agent_name, region, config.require_rdma)
 
 
-def _build_runner(config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache) -> ModelRunner:
+def _build_runner(
+    config: WorkerConfig, tier: WorkerKind, loaded: LoadedModel, kv_cache: KvCache, token_budget: int
+) -> ModelRunner:
     most_decoded = 0 if tier.tier == worker_pb2.TIER_PREFILL else config.max_num_sequences
-    sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, tier.token_budget, loaded.max_model_len)
+    sizes = graph_sizes(config.engine.cuda_graph_sizes, most_decoded, token_budget, loaded.max_model_len)
     name = config.engine.attention
     return ModelRunner(loaded, kv_cache, None if name == "auto" else choose_attention(loaded, kv_cache, name), sizes)
 

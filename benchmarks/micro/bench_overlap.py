@@ -117,10 +117,9 @@ def seconds_per_step(
         incarnation_id="w",
         agent_name="w",
         address="",
+        token_budget=2048 + batch,
     )
-    config = ColocatedConfig(
-        EngineConfig(""), token_budget=2048 + batch, max_num_sequences=batch, prefix_cache=False, overlap=overlap
-    )
+    config = ColocatedConfig(EngineConfig(""), max_num_sequences=batch, prefix_cache=False, overlap=overlap)
     worker = ColocatedLoop(parts, runner, config)
     for number in range(batch):
         spec = worker_pb2.SequenceSpec(

@@ -20,10 +20,10 @@ class Rig:
 
     def __init__(self, num_pages=32, token_budget=8, runner=None, parts=None, **options):
         self.runner = runner or ScriptedRunner()
-        self.parts = parts = make_parts("colocated", "c", num_pages, **(parts or {}))
+        self.parts = parts = make_parts("colocated", "c", num_pages, token_budget=token_budget, **(parts or {}))
         self.inbox, self.sessions, self.pool, self.metrics = parts.inbox, parts.sessions, parts.pool, parts.metrics
         self.clock = parts.clock
-        config = ColocatedConfig(EngineConfig(model="m"), token_budget=token_budget, max_num_sequences=4, **options)
+        config = ColocatedConfig(EngineConfig(model="m"), max_num_sequences=4, **options)
         self.loop = ColocatedLoop(parts, self.runner, config)
 
     def turn(self, times=1):

@@ -41,11 +41,10 @@ class Rig:
         self.transfers = TransferThread(self.transport, self.inbox.put, now=clock.now)
         parts = make_parts(
             "prefill", "p", NUM_PAGES, self.transfers, inbox=self.inbox, clock=clock,
-            test_pages=FakeTestPages((32, 33)), num_layer_groups=layer_groups,
+            test_pages=FakeTestPages((32, 33)), num_layer_groups=layer_groups, token_budget=token_budget,
         )  # fmt: skip
         self.sessions, self.pool, self.metrics, self.clock = parts.sessions, parts.pool, parts.metrics, parts.clock
-        config = PrefillConfig(engine=EngineConfig(model="m"), token_budget=token_budget)
-        self.loop = PrefillLoop(parts, self.runner, config)
+        self.loop = PrefillLoop(parts, self.runner, PrefillConfig(engine=EngineConfig(model="m")))
         self.transfers.start()
         connect = worker_pb2.ConnectPeerCommand(endpoint=self.owner.endpoint(), test_id="test")
         self.command(connect_peer=connect)

@@ -382,13 +382,11 @@ class SimWorker:
             pool=self.pool, page_size=PAGE_SIZE, transfers=SimTransfers(self), transport_name="sim", page_bytes=1,
             vocab_size=100, inbox=self.inbox, sessions=self.sessions, metrics=NOTHING, clock=clock, health=self.health,
             test_pages=SimTestPages(self), worker_id=self.name, incarnation_id=self.incarnation,
-            agent_name=self.agent_name, address=self.name,
+            agent_name=self.agent_name, address=self.name, token_budget=world.token_budget,
         )  # fmt: skip
         engine = EngineConfig(model="m")
         if tier == wpb.TIER_PREFILL:
-            config = PrefillConfig(
-                engine=engine, token_budget=world.token_budget, max_num_sequences=8, prefix_cache=world.prefix_cache
-            )
+            config = PrefillConfig(engine=engine, max_num_sequences=8, prefix_cache=world.prefix_cache)
             self.loop: PrefillLoop | DecodeLoop = PrefillLoop(parts, SimRunner(self), config)
         else:
             decode = DecodeConfig(engine=engine, max_num_sequences=6, prefix_cache=world.prefix_cache)
