@@ -44,8 +44,9 @@ LARGEST_BODY_BYTES = 16 * 1024 * 1024
 """A prompt of a million token ids is about 7 MB of JSON."""
 BYTES_TO_PARSE_AT_ONCE = 20_000
 """Bodies up to this size are parsed on the event loop."""
-COMMENT_SECONDS = 5.0
-"""After this long without an event, a stream sends a comment, so that proxies do not close the connection."""
+QUIET_SECONDS = 5.0
+"""After this long without an event, a stream sends an empty line, so that proxies do not close the connection. A
+comment would do too, but some clients join it with the next event and lose that."""
 REQUEST_ID_HEADER = "x-request-id"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 """Tell proxies not to cache or buffer a stream."""
@@ -188,11 +189,11 @@ class HttpApi:
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
     async def _streamed(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
-        """Waits for the first response, so that an error sets the HTTP status. After COMMENT_SECONDS the stream begins
-        without a response, with comments; a later error is an event of the stream."""
+        """Waits for the first response, so that an error sets the HTTP status. After QUIET_SECONDS the stream begins
+        without a response, with empty lines; a later error is an event of the stream."""
         first = asyncio.ensure_future(anext(responses, None))
         try:
-            await _unless_gone(request, asyncio.wait({first}, timeout=COMMENT_SECONDS))
+            await _unless_gone(request, asyncio.wait({first}, timeout=QUIET_SECONDS))
             if first.done():
                 first.result()
         except RequestError as error:
@@ -258,8 +259,8 @@ class HttpApi:
         pending: Pending = first
         try:
             while True:
-                while not (await asyncio.wait({pending}, timeout=COMMENT_SECONDS))[0]:
-                    yield ": still working\n\n"
+                while not (await asyncio.wait({pending}, timeout=QUIET_SECONDS))[0]:
+                    yield "\n"
                 if (item := pending.result()) is None:
                     break
                 for chunk in form.chunks(*item):

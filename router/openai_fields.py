@@ -53,7 +53,7 @@ HARMLESS: Mapping[str, str] = {
     "cache_prompt": "whether to use cached pages; the output is the same",
     "n_cache_reuse": "how to use cached pages; the output is the same",
     "id_slot": "hint for routing; the router selects workers",
-    "sse_ping_interval": "interval of comments in the stream",
+    "sse_ping_interval": "interval of empty lines in a stream that waits",
     "num_gpu": "placement of layers; set by the server",
     "main_gpu": "placement of layers; set by the server",
     "num_thread": "CPU threads; set by the server",

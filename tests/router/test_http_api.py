@@ -1,4 +1,4 @@
-"""The HTTP front over a scripted generator: ids, comments, origins, names of tokens."""
+"""The HTTP front over a scripted generator: ids, streams that wait, origins, names of tokens."""
 
 from __future__ import annotations
 
@@ -60,22 +60,67 @@ async def post(generator, body=None, headers=None, **options):
         return await client.post("/v1/completions", json={"prompt": "x"} | (body or {}), headers=headers or {})
 
 
-async def test_a_stream_that_waits_says_so_in_comments(monkeypatch):
-    monkeypatch.setattr(http_api, "COMMENT_SECONDS", 0.02)
+async def test_a_stream_that_waits_sends_empty_lines(monkeypatch):
+    monkeypatch.setattr(http_api, "QUIET_SECONDS", 0.02)
     generator = ScriptedGenerator(0.15, {"text": "a"}, 0.15, LAST)
     answer = await post(generator, {"stream": True})
-    lines = [line for line in answer.text.splitlines() if line]
-    comments = [line for line in lines if line.startswith(":")]
-    assert len(comments) >= 4
-    first, last = (n for n, line in enumerate(lines) if '"text":"' in line)
-    assert lines[0].startswith(":")
-    assert any(line.startswith(":") for line in lines[first:last])
-    assert lines[-1] == "data: [DONE]"
+    begin, between, end = answer.text.partition("data: ")[0], answer.text.split("\n\n", 1)[1], answer.text[-14:]
+    assert begin.strip() == "" and begin.count("\n") >= 2
+    assert between.partition("data: ")[0].count("\n") >= 2
+    assert end == "data: [DONE]\n\n"
     assert generator.closed == 1
 
 
-async def test_an_error_after_a_comment_is_an_event(monkeypatch):
-    monkeypatch.setattr(http_api, "COMMENT_SECONDS", 0.02)
+def events_read_line_by_line(text):
+    """As httpx-sse and OpenAI's clients read: an empty line ends an event, if there is one."""
+    events, data = [], []
+    for line in text.split("\n"):
+        if line.startswith("data: "):
+            data.append(line.removeprefix("data: "))
+        elif not line and data:
+            events.append("\n".join(data))
+            data = []
+    return events
+
+
+def events_read_piece_by_piece(pieces):
+    """As `vllm bench serve` reads: it strips every piece that arrives, and the end of a comment with it."""
+    events, left = [], ""
+    for piece in pieces:
+        if not (stripped := piece.strip()):
+            continue
+        *whole, left = (left + stripped).split("\n\n")
+        if left.startswith("data: "):
+            whole, left = [*whole, left], ""
+        events += [event.removeprefix("data: ") for event in whole if event.startswith("data: ")]
+    return events
+
+
+async def test_every_reader_finds_all_events_of_a_stream_that_waited(monkeypatch):
+    monkeypatch.setattr(http_api, "QUIET_SECONDS", 0.02)
+    pieces = []
+
+    async def keeping(scope, receive, send):
+        async def keep(message):
+            if message["type"] == "http.response.body":
+                pieces.append(message.get("body", b"").decode())
+            await send(message)
+
+        await api.app(scope, receive, keep)
+
+    generator = ScriptedGenerator(0.1, {"text": "a"}, 0.1, LAST)
+    api = HttpApi(generator, CollectorRegistry(), lambda: "", lambda status: None)
+    transport = httpx.ASGITransport(app=keeping)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.post("/v1/completions", json={"prompt": "x", "stream": True})
+    expected = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert [json.loads(event)["choices"][0]["text"] for event in expected[:-1]] == ["a", "b"]
+    assert events_read_line_by_line(answer.text) == expected
+    assert events_read_piece_by_piece(pieces) == expected
+
+
+async def test_an_error_after_an_empty_line_is_an_event(monkeypatch):
+    monkeypatch.setattr(http_api, "QUIET_SECONDS", 0.02)
     answer = await post(ScriptedGenerator(0.1, ResourceExhausted("full")), {"stream": True})
     assert answer.status_code == 200
     [event] = [line for line in answer.text.splitlines() if "error" in line]
