@@ -20,14 +20,21 @@ def first_parent(cache_salt: str) -> bytes:
 
 def page_key(parent: bytes, token_ids: Seq[int]) -> bytes:
     """Key of a full page with these tokens after the page with key `parent`."""
-    return hashlib.blake2b(parent + array("i", token_ids).tobytes(), digest_size=KEY_BYTES).digest()
+    return _key(parent + array("i", token_ids).tobytes())
 
 
 def page_keys(token_ids: Seq[int], page_size: int, cache_salt: str) -> tuple[bytes, ...]:
     """Keys of all full pages of a sequence."""
     keys: list[bytes] = []
     parent = first_parent(cache_salt)
-    for start in range(0, len(token_ids) - page_size + 1, page_size):
-        parent = page_key(parent, token_ids[start : start + page_size])
+    tokens = array("i", token_ids)
+    content = tokens.tobytes()
+    page_bytes = page_size * tokens.itemsize
+    for end in range(page_bytes, len(content) + 1, page_bytes):
+        parent = _key(parent + content[end - page_bytes : end])
         keys.append(parent)
     return tuple(keys)
+
+
+def _key(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()

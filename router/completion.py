@@ -50,6 +50,9 @@ class Completion:
 
     def _read(self, tokens: Tokens) -> inference_pb2.GenerateResponse:
         checked = self.request.checked
+        if not (checked.stop_strings or tokens.finish_reason):  # as most tokens are
+            self.num_tokens += len(tokens.token_ids)
+            return self._response(tokens, tokens.token_ids, self._detokenizer.add(tokens.token_ids))
         text: list[str] = []
         num_read = 0
         for token in tokens.token_ids:
@@ -69,14 +72,19 @@ class Completion:
             if tokens.finish_reason:
                 text.append(self._stops.finish())
                 self._note_end(tokens)
-        return inference_pb2.GenerateResponse(
-            request_id=checked.request_id,
-            index=self.index,
-            text="".join(text),
-            token_ids=tokens.token_ids[:num_read] if checked.return_token_ids else (),
-            logprobs=self._logprobs(tokens.logprobs[:num_read]),
-            prompt_logprobs=self._logprobs(tokens.prompt_logprobs),
-        )
+        return self._response(tokens, tokens.token_ids[:num_read], "".join(text))
+
+    def _response(self, tokens: Tokens, token_ids: tuple[int, ...], text: str) -> inference_pb2.GenerateResponse:
+        """A response with the first of some tokens."""
+        checked = self.request.checked
+        response = inference_pb2.GenerateResponse(request_id=checked.request_id, index=self.index, text=text)
+        if checked.return_token_ids:
+            response.token_ids.extend(token_ids)
+        if tokens.logprobs:
+            response.logprobs.extend(self._logprobs(tokens.logprobs[: len(token_ids)]))
+        if tokens.prompt_logprobs:
+            response.prompt_logprobs.extend(self._logprobs(tokens.prompt_logprobs))
+        return response
 
     def _text(self, token: int, tokens: Tokens, is_last: bool) -> str:
         """The text that a token makes final. An ending token has no text unless include_stop is set."""

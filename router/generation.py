@@ -149,16 +149,19 @@ class Generator:
             while running:
                 await has_output.wait()
                 has_output.clear()
+                is_one_over = False
                 for completion in running:
                     for response in self._take(completion):
                         yield response
+                    is_one_over = is_one_over or completion.is_over
                 if siblings and (first.num_tokens > 1 or first.is_over):
                     # Start the others once the first one decodes: its pair then has the prompt's pages cached.
                     self._dispatcher.room.announce(-len(siblings), num_tokens)
                     for sibling in siblings:
                         self._dispatcher.submit(sibling.request, may_expire=False)
                     siblings = []
-                running = [completion for completion in running if not completion.is_over]
+                if is_one_over:
+                    running = [completion for completion in running if not completion.is_over]
         finally:
             self._dispatcher.room.announce(-len(siblings), num_tokens)
 
@@ -166,7 +169,8 @@ class Generator:
         """New responses of one completion. Raises the RequestError that ended its request."""
         num_tokens, was_stopped, request = completion.num_tokens, completion.is_stopped, completion.request
         responses = completion.take()
-        self._metrics.output_tokens.inc(completion.num_tokens - num_tokens)
+        if completion.num_tokens > num_tokens:
+            self._metrics.output_tokens.inc(completion.num_tokens - num_tokens)
         if completion.num_tokens and not num_tokens:
             self._metrics.ttft_seconds.observe(self._dispatcher.clock.now() - request.received)
         if completion.is_stopped and not was_stopped:

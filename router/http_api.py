@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import re
 import secrets
@@ -33,7 +32,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from protos import inference_pb2
 from router.generation import Generator
 from router.http_errors import error_of, error_response, http_error
-from router.http_forms import ChatForm, CompletionForm, Form
+from router.http_forms import ChatForm, CompletionForm, Form, event
 from router.openai_models import ChatBody, CommonBody, CompletionBody, body_error
 from router.validation import MAX_REQUEST_ID_CHARACTERS
 from rpc.errors import DeadlineExceeded, Internal, InvalidArgument, NotFound, RequestError, Unavailable, quoted
@@ -54,7 +53,6 @@ Result = TypeVar("Result")
 Generated = tuple[int, inference_pb2.GenerateResponse]
 """(index of the prompt, response)."""
 GeneratedResponses = AsyncGenerator[Generated, None]
-Pending = asyncio.Future[Generated | None]
 
 
 class HttpApi:
@@ -155,9 +153,12 @@ class HttpApi:
             for index, one in enumerate(asked):
                 one.request_id = request_id if len(asked) == 1 else _with_suffix(request_id, f"-{index}")
             form = form_type(request_id, self._generator.model_name, body.num_choices, body.wants_usage)
-            responses = self._generate(body, asked, request.headers)
-            respond = self._streamed if body.stream else self._whole
-            response = await respond(request, responses, form)
+            limit = _TimeLimit(body.timeout)
+            responses = self._generate(body, asked, request.headers, limit)
+            if body.stream:
+                response = _EventStream(responses, form, limit)
+            else:
+                response = await self._whole(request, responses, form, limit)
         response.headers[REQUEST_ID_HEADER] = request_id
         return response
 
@@ -179,119 +180,161 @@ class HttpApi:
             if is_mine:
                 self._running_ids.discard(request.request_id)
 
-    async def _whole(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
+    async def _whole(self, request: Request, responses: GeneratedResponses, form: Form, limit: _TimeLimit) -> Response:
         try:
-            whole = await _unless_gone(request, _collect(responses, form))
+            whole = await _unless_gone(request, _collect(responses, form, limit))
         except RequestError as error:
             return error_response(error)
         finally:
             await responses.aclose()
         return Response(status_code=499) if whole is None else JSONResponse(whole)
 
-    async def _streamed(self, request: Request, responses: GeneratedResponses, form: Form) -> Response:
-        """Waits for the first response, so that an error sets the HTTP status. After QUIET_SECONDS the stream begins
-        without a response, with empty lines; a later error is an event of the stream."""
-        first = asyncio.ensure_future(anext(responses, None))
-        try:
-            await _unless_gone(request, asyncio.wait({first}, timeout=QUIET_SECONDS))
-            if first.done():
-                first.result()
-        except RequestError as error:
-            await responses.aclose()
-            return error_response(error)
-        except asyncio.CancelledError:
-            first.cancel()
-            raise
-        if first.done() or not await request.is_disconnected():
-            return _EventStream(self._events(first, responses, form), first, responses)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        await responses.aclose()
-        return Response(status_code=499)
-
     async def _generate(
-        self, body: CommonBody, requests: list[inference_pb2.GenerateRequest], headers: Mapping[str, str]
+        self,
+        body: CommonBody,
+        requests: list[inference_pb2.GenerateRequest],
+        headers: Mapping[str, str],
+        limit: _TimeLimit,
     ) -> GeneratedResponses:
-        """Responses of all prompts as they arrive. Counts the status of each request. Closing cancels all requests."""
-        timeout = body.timeout
-        queue: asyncio.Queue[tuple[int, inference_pb2.GenerateResponse | Exception | None]] = asyncio.Queue(maxsize=64)
+        """Responses of all prompts as they arrive. Counts the status of each request. Closing cancels all requests.
+        To be read by one task. Raises RequestError."""
+        prompts = [self._of_prompt(body, index, request, headers, limit) for index, request in enumerate(requests)]
+        async with aclosing(prompts[0] if len(prompts) == 1 else _together(prompts)) as responses:
+            async for response in responses:
+                yield response
 
-        async def pump(index: int, request: inference_pb2.GenerateRequest) -> None:
-            status: str = "CANCELLED"
-            last: Exception | None = None
-            try:
-                with self._named(request, is_from_body=bool(body.request_id)):
-                    async with (
-                        asyncio.timeout(timeout),
-                        aclosing(self._generator.generate(request, timeout, headers)) as responses,
-                    ):
-                        async for response in responses:
-                            await queue.put((index, response))
-                status = "OK"
-            except TimeoutError:
-                status, last = "DEADLINE_EXCEEDED", DeadlineExceeded(f"the timeout of {timeout:g} s passed")
-            except RequestError as error:
-                status, last = error.code.name, error
-            except Exception as error:
-                log.exception("generate failed")
-                status, last = "INTERNAL", Internal(f"an unexpected error in the router: {error}")
-            finally:
-                self._count_end(status)
-            await queue.put((index, last))
-
-        tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+    async def _of_prompt(
+        self,
+        body: CommonBody,
+        index: int,
+        request: inference_pb2.GenerateRequest,
+        headers: Mapping[str, str],
+        limit: _TimeLimit,
+    ) -> GeneratedResponses:
+        """Responses of one prompt."""
+        status = "CANCELLED"
         try:
-            for _ in range(len(tasks)):
-                while (item := await queue.get())[1] is not None:
-                    if isinstance(item[1], InvalidArgument):
-                        field = body.written_name(item[1].field, item[0])
-                        raise InvalidArgument(field, item[1].description, item[1].reason)
-                    if isinstance(item[1], Exception):
-                        raise item[1]
-                    yield item[0], item[1]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _events(self, first: Pending, responses: GeneratedResponses, form: Form) -> AsyncGenerator[str, None]:
-        """Server-sent events of a stream. first: the first response, possibly not there yet."""
-        pending: Pending = first
-        try:
-            while True:
-                while not (await asyncio.wait({pending}, timeout=QUIET_SECONDS))[0]:
-                    yield "\n"
-                if (item := pending.result()) is None:
-                    break
-                for chunk in form.chunks(*item):
-                    yield _event(chunk)
-                pending = asyncio.ensure_future(anext(responses, None))
-            if form.wants_usage:
-                yield _event(form.usage_chunk())
+            with self._named(request, is_from_body=bool(body.request_id)):
+                async with aclosing(self._generator.generate(request, body.timeout, headers)) as responses:
+                    async for response in responses:
+                        yield index, response
+            status = "OK"
+        except InvalidArgument as error:
+            status = error.code.name
+            raise InvalidArgument(body.written_name(error.field, index), error.description, error.reason) from None
         except RequestError as error:
-            # The HTTP status was sent already, so the error is an event.
-            yield _event(error_of(error)[1])
+            status = error.code.name
+            raise
+        except Exception as error:
+            log.exception("generate failed")
+            status = "INTERNAL"
+            raise Internal(f"an unexpected error in the router: {error}") from None
         finally:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
-        yield "data: [DONE]\n\n"
+            self._count_end("DEADLINE_EXCEEDED" if status == "CANCELLED" and limit.is_over() else status)
+
+
+class _TimeLimit:
+    """The time that a client gives its request."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+
+    def is_over(self) -> bool:
+        """Whether it has passed."""
+        return self._end is not None and asyncio.get_running_loop().time() >= self._end
+
+    @contextlib.asynccontextmanager
+    async def applied(self) -> AsyncGenerator[None, None]:
+        """Raises DeadlineExceeded once it has passed. Only around work of one task: a generator that yields to others
+        must not be inside of it alone."""
+        try:
+            async with asyncio.timeout_at(self._end):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"the timeout of {self._seconds:g} s passed") from None
+
+
+async def _together(sources: list[GeneratedResponses]) -> GeneratedResponses:
+    """What several sources give, as it arrives. The first error ends all."""
+    queue: asyncio.Queue[Generated | Exception | None] = asyncio.Queue(maxsize=64)
+
+    async def pump(source: GeneratedResponses) -> None:
+        last: Exception | None = None
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    await queue.put(item)
+        except Exception as error:
+            last = error
+        await queue.put(last)
+
+    tasks = [asyncio.create_task(pump(source)) for source in sources]
+    try:
+        for _ in tasks:
+            while (item := await queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _EventStream(StreamingResponse):
-    """A stream that cancels the request if the client disconnects at any time."""
+    """Server-sent events. The status waits for the first response, so that an error before it sets the status; after
+    QUIET_SECONDS the stream begins all the same, and a later error is an event. A client that disconnects at any time
+    cancels its request."""
 
-    def __init__(self, events: AsyncGenerator[str, None], first: Pending, responses: GeneratedResponses) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
-        self._events, self._first, self._responses = events, first, responses
+    def __init__(self, responses: GeneratedResponses, form: Form, limit: _TimeLimit) -> None:
+        super().__init__((), media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._responses, self._form, self._limit = responses, form, limit
+        self._has_begun = False
+        self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._send_all(scope, receive, send))
+        keeper = asyncio.create_task(self._fill_silence(send))
         try:
-            await super().__call__(scope, receive, send)
+            await _unless_gone(Request(scope, receive), work)
         finally:
-            await self._events.aclose()
-            self._first.cancel()
-            await asyncio.gather(self._first, return_exceptions=True)
-            await self._responses.aclose()
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+        if not self._has_begun:
+            await Response(status_code=499)(scope, receive, send)
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self._limit.applied(), aclosing(self._responses):
+                async for index, response in self._responses:
+                    await self._send(send, self._form.event(index, response))
+            if self._form.wants_usage:
+                await self._send(send, event(self._form.usage_chunk()))
+        except RequestError as error:
+            if not self._has_begun:
+                self._has_begun = True
+                refusal = error_response(error)
+                refusal.headers[REQUEST_ID_HEADER] = self.headers[REQUEST_ID_HEADER]
+                await refusal(scope, receive, send)
+                return
+            await self._send(send, event(error_of(error)[1]))
+        await self._send(send, "data: [DONE]\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, text: str) -> None:
+        self._num_sent += 1
+        if not self._has_begun:
+            self._has_begun = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+
+    async def _fill_silence(self, send: Send) -> None:
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(QUIET_SECONDS)
+            if self._num_sent == num_sent:
+                await self._send(send, "\n")
 
 
 class _PlainPaths:
@@ -360,11 +403,12 @@ def _parse(raw: bytes, body_type: type[CommonBody]) -> tuple[CommonBody, list[in
     return body, body.requests()
 
 
-async def _collect(responses: GeneratedResponses, form: Form) -> dict[str, Any]:
+async def _collect(responses: GeneratedResponses, form: Form, limit: _TimeLimit) -> dict[str, Any]:
     choices: dict[int, list[inference_pb2.GenerateResponse]] = {}
-    async for prompt_index, response in responses:
-        form.note_usage(prompt_index, response)
-        choices.setdefault(form.index_of(prompt_index, response), []).append(response)
+    async with limit.applied(), aclosing(responses):
+        async for prompt_index, response in responses:
+            form.note_usage(prompt_index, response)
+            choices.setdefault(form.index_of(prompt_index, response), []).append(response)
     return form.whole(choices)
 
 
@@ -387,7 +431,3 @@ async def _unless_gone(request: Request, work: Awaitable[Result]) -> Result | No
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from protos import inference_pb2
 
 FINISH = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+CHOICE = "\n choice"
+"""Stands for a choice. No id or name has it: they have no line ends."""
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(content: dict[str, Any]) -> str:
+    """A server-sent event."""
+    return f"data: {to_json(content)}\n\n"
 
 
 class Form:
@@ -29,24 +40,29 @@ class Form:
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = 0
         self._text_lengths: Counter[int] = Counter()
+        # All events of a stream but the last are alike around their choice.
+        usage = {"usage": None} if wants_usage else {}
+        around = event({**self._common, "object": self.chunk_name, "choices": [CHOICE], **usage})
+        self._before_choice, _, self._after_choice = around.partition(to_json(CHOICE))
 
-    def chunks(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> Iterator[dict[str, Any]]:
-        """The chunks of a stream for a response."""
+    def event(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> str:
+        """The event of a stream for a response."""
         index = self.index_of(prompt_index, response)
         is_first = index not in self._begun
-        self._begun.add(index)
-        self.note_usage(prompt_index, response)
-        finish = FINISH.get(response.finish_reason)
-        choice = {"index": index, **self.delta(response, is_first), "finish_reason": finish}
+        if is_first:
+            self._begun.add(index)
+        choice = {"index": index, **self.delta(response, is_first), "finish_reason": None}
+        if response.finish_reason:
+            self.note_usage(prompt_index, response)
+            choice["finish_reason"] = FINISH.get(response.finish_reason)
+            if response.stop_reason:
+                choice["stop_reason"] = response.stop_reason
         if response.token_ids:
             choice["token_ids"] = list(response.token_ids)
         if response.logprobs:
             choice["logprobs"] = self.logprobs(response, self._text_lengths[index])
         self._text_lengths[index] += len(response.text)
-        if finish and response.stop_reason:
-            choice["stop_reason"] = response.stop_reason
-        usage = {"usage": None} if self.wants_usage else {}
-        yield {**self._common, "object": self.chunk_name, "choices": [choice], **usage}
+        return f"{self._before_choice}{to_json(choice)}{self._after_choice}"
 
     def note_usage(self, prompt_index: int, response: inference_pb2.GenerateResponse) -> None:
         """Counts the tokens of a choice that has ended. A prompt counts once."""

@@ -70,16 +70,24 @@ class OutputStream:
         ended, self._ended = self._ended, None
         taken: list[Tokens | Ended] = []
         if outputs:
-            tokens = Tokens(
-                token_ids=tuple(token for output in outputs for token in output.token_ids),
-                finish_reason=outputs[-1].finish_reason,
-                logprobs=tuple(position for output in outputs for position in _positions(output.logprobs)),
-                prompt_logprobs=tuple(p for output in outputs for p in _positions(output.prompt_logprobs)),
-            )
-            taken.append(tokens)
+            taken.append(_merged(outputs))
         if ended is not None:
             taken.append(ended)
         return taken
+
+
+def _merged(outputs: list[worker_pb2.TokenOutput]) -> Tokens:
+    """All tokens in one. For each token of each stream, so nothing is looked at that is not there."""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Position, ...] = ()
+    prompt_logprobs: tuple[Position, ...] = ()
+    for output in outputs:
+        token_ids += tuple(output.token_ids)
+        if output.HasField("logprobs"):
+            logprobs += tuple(_positions(output.logprobs))
+        if output.HasField("prompt_logprobs"):
+            prompt_logprobs += tuple(_positions(output.prompt_logprobs))
+    return Tokens(token_ids, outputs[-1].finish_reason, logprobs, prompt_logprobs)
 
 
 def _positions(logprobs: worker_pb2.Logprobs) -> list[Position]:

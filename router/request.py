@@ -104,7 +104,10 @@ class Request:
 
     def leg_at(self, link: WorkerLink) -> Leg | None:
         """The open leg at a worker."""
-        return next((leg for leg in self.legs if leg.link is link), None)
+        for leg in self.legs:
+            if leg.link is link:
+                return leg
+        return None
 
     @property
     def sampling(self) -> worker_pb2.SamplingConfig:

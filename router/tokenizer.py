@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from router.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from router.token_pieces import TokenPieces
 from rpc.errors import LONGEST_QUOTE, InvalidArgument
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -63,6 +64,7 @@ class Tokenizer:
         file = folder / "tokenizer.json"
         self.file_hash = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
         self._token_bytes = TokenBytes(self._tokenizer)
+        self._pieces = TokenPieces(self._tokenizer, self._plain_ids)
         self.eos_token_ids = _eos_token_ids(folder, self._tokenizer, self._token_bytes.special_ids)
         self.longest_token = max((len(text) for text in self._tokenizer.get_vocab()), default=1)
         """Characters of the longest token in the vocabulary: an upper bound of a token's text."""
@@ -78,6 +80,8 @@ class Tokenizer:
         Raises InvalidArgument if the prompt is longer, possibly before all of the text is tokenized.
         """
         self._check_length(text, max_tokens, longest_sequence)
+        if not self._tokenizer.num_special_tokens_to_add():
+            return self._pieces.ids(text)
         ids: list[int] = self._tokenizer(text).input_ids
         bos = self._tokenizer.bos_token_id
         return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
@@ -100,7 +104,10 @@ class Tokenizer:
             message = f"the model's chat template rejects this conversation: {str(error)[:LONGEST_QUOTE]}"
             raise InvalidArgument("chat", message) from error
         self._check_length(rendered, max_tokens, longest_sequence)
-        ids: list[int] = self._tokenizer(rendered, add_special_tokens=False).input_ids
+        return self._pieces.ids(rendered)
+
+    def _plain_ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
     def _check_length(self, text: str, max_tokens: int | None, longest_sequence: int) -> None:
@@ -112,7 +119,7 @@ class Tokenizer:
             raise too_long(len(text) // self.longest_token, longest_sequence, at_least=True)
         part = (max_tokens + SLACK_TOKENS) * CHARACTERS_PER_TOKEN
         if len(text) > 2 * part:
-            num_tokens = len(self._tokenizer(text[:part], add_special_tokens=False).input_ids) - SLACK_TOKENS
+            num_tokens = len(self._plain_ids(text[:part])) - SLACK_TOKENS
             if num_tokens > max_tokens:
                 raise too_long(num_tokens, longest_sequence, at_least=True)
 

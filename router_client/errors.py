@@ -25,6 +25,10 @@ class KvferryError(Exception):
         self.retry_seconds = retry_seconds
         """When to try again, for RESOURCE_EXHAUSTED."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled by what it was made of, so that a process of a pool can raise it."""
+        return KvferryError, (self.code, self.message, self.field, self.retry_seconds)
+
 
 def to_error(error: grpc.RpcError) -> KvferryError:
     """The exception for a failed call."""

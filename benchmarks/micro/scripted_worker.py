@@ -28,6 +28,8 @@ FIRST_ID = 300
 CLOCK_IDS = 40_000
 """Ids that encode the time; they repeat after 4 seconds."""
 UNITS_PER_SECOND = 10_000
+VOCAB_SIZE = 1 << 18
+"""As large as that of any tokenizer, so that a router takes every prompt."""
 
 
 def clock_id() -> int:
@@ -137,7 +139,7 @@ async def _serve(config: ScriptedConfig) -> int:
         max_model_len=config.max_model_len,
         max_num_sequences=config.max_num_sequences,
         token_budget=1 << 30,
-        vocab_size=FIRST_ID + CLOCK_IDS,
+        vocab_size=VOCAB_SIZE,
     )
     info = worker_pb2.WorkerInfo(
         worker_id=config.worker_id,

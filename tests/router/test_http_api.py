@@ -216,3 +216,65 @@ def test_tokens_that_share_a_text_keep_their_own_numbers():
     }  # fmt: skip
     assert found["tokens"] == ["bytes:\\xf0"]
     assert found["tokens"][0] in values
+
+
+async def call(app, body, send):
+    """A request whose client stays, and takes what it gets with `send`."""
+    raw = json.dumps({"prompt": "x"} | body).encode()
+    messages = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("x", 80), "client": ("y", 1), "root_path": "",
+    }  # fmt: skip
+    await app(scope, receive, send)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+@pytest.mark.parametrize(("pause", "is_stream"), [(0.0, True), (0.3, True), (0.0, False)])
+async def test_the_timeout_counts_once_wherever_the_time_went(num_prompts, pause, is_stream):
+    """pause: of a client that reads slowly, so that its time passes while the router writes."""
+    ended, sent = [], []
+    script = [{"text": "a"}] * 3 + ([] if pause else [10.0])
+    generator = ScriptedGenerator(*script, *[{"text": "b"}] * 100)
+    api = HttpApi(generator, CollectorRegistry(), lambda: "", ended.append)
+
+    async def send(message):
+        sent.append(message)
+        if b'"a"' in message.get("body", b""):
+            await asyncio.sleep(pause)
+
+    await call(api.app, {"prompt": ["x"] * num_prompts, "stream": is_stream, "timeout": 0.2}, send)
+    assert ended == ["DEADLINE_EXCEEDED"] * num_prompts
+    assert generator.closed == num_prompts
+    text = b"".join(message.get("body", b"") for message in sent).decode()
+    assert text.count("the timeout of 0.2 s passed") == 1
+    assert sent[0]["status"] == (200 if is_stream else 408)
+    assert not is_stream or text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_client_that_leaves_cancels_all_prompts():
+    ended = []
+    generator = ScriptedGenerator({"text": "a"}, 10.0)
+    api = HttpApi(generator, CollectorRegistry(), lambda: "", ended.append)
+    for is_stream in (True, False):
+        messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive(messages=messages, is_stream=is_stream):
+            if len(messages) == 2:
+                body = json.dumps({"prompt": ["x", "y"], "stream": is_stream}).encode()
+                return messages.pop() | {"body": body}
+            await asyncio.sleep(0.1)
+            return messages[0]
+
+        async def send(message):
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await api.app(scope, receive, send)
+    assert ended == ["CANCELLED"] * 4
+    assert generator.closed == 4
