@@ -88,7 +88,16 @@ class StandIn:
 def seconds_per_step(
     runner: StepRunner, overlap: Overlap, batch: int, context: int, vocab_size: int, num_steps: int
 ) -> float:
-    """Median time between two steps of a worker that generates for `batch` requests with prompts of `context` tokens.
+    """Median time between two decode steps of a worker; see `turn_seconds`."""
+    # The first turns compute prompts, the last ones have fewer sequences left.
+    turns = turn_seconds(runner, overlap, batch, context, vocab_size, num_steps)
+    return statistics.median(turns[-num_steps * 3 // 4 : -num_steps // 4])
+
+
+def turn_seconds(
+    runner: StepRunner, overlap: Overlap, batch: int, context: int, vocab_size: int, num_steps: int
+) -> list[float]:
+    """Time of each turn of the loop of a worker that generates for `batch` requests with prompts of `context` tokens.
 
     The runner's cache needs pages (of 16 tokens) for prompts and `num_steps` tokens each.
     """
@@ -130,8 +139,8 @@ def seconds_per_step(
         )
         command = worker_pb2.GenerateCommand(ref=kv_pb2.RequestRef(request_id=f"request-{number}"), spec=spec)
         inbox.put(SessionCommand(1, worker_pb2.SessionRequest(generate=command)))
-    ended: list[float] = []
     inbox.put(Drain(hand_over=False))
+    ended = [time.perf_counter()]
     while worker.turn():
         ended.append(time.perf_counter())
     loop.call_soon_threadsafe(sessions.end_all)
@@ -139,9 +148,7 @@ def seconds_per_step(
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
-    # The first turns compute prompts, the last ones have fewer sequences left.
-    steady = ended[-num_steps * 3 // 4 : -num_steps // 4]
-    return statistics.median(later - earlier for earlier, later in itertools.pairwise(steady))
+    return [later - earlier for earlier, later in itertools.pairwise(ended)]
 
 
 async def _read(events: Events) -> None:
