@@ -78,8 +78,8 @@ def main(
     num_threads = set_threads(threads)
     folder = resolve_model(model)
     torch_dtype = resolve_dtype(dtype)
-    rates = MachineRates(matrix_rate(torch_dtype), read_rate())
-    both = {str(t).removeprefix("torch."): matrix_rate(t) for t in (torch.float32, torch.bfloat16)}
+    both = {t: matrix_rate(t) for t in (torch.float32, torch.bfloat16)}
+    rates = MachineRates(both.get(torch_dtype) or matrix_rate(torch_dtype), read_rate())
     loaded = load_model(EngineConfig(model=str(folder), dtype=dtype, device="cpu"))
     num_pages = max(BATCHES) * num_pages_for(max(CONTEXTS) + LOOP_STEPS, PAGE_SIZE)
     cache = KvCache(num_pages, PAGE_SIZE, loaded.kv_shape, loaded.dtype)
@@ -88,7 +88,7 @@ def main(
     console.print(
         f"{folder.name}, {str(loaded.dtype).removeprefix('torch.')}, {num_threads} threads, pages of {PAGE_SIZE}"
     )
-    rate_text = ", ".join(f"{name} {rate:.0f} GFLOP/s" for name, rate in both.items())
+    rate_text = ", ".join(f"{str(t).removeprefix('torch.')} {rate:.0f} GFLOP/s" for t, rate in both.items())
     console.print(f"machine: matrix rate {rate_text}; memory read {rates.read_gbs:.1f} GB/s")
 
     prefill = Table(title="prefill of one chunk, no history")
