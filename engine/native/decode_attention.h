@@ -26,12 +26,60 @@ typedef struct {
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+/* 2^x, relative error about 3e-6; 0 for minus infinity. */
+static inline __m512 exp2_vector(__m512 x) {
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x less its floor */
+    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(1.35341456e-2f), _mm512_set1_ps(5.20114920e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.41442746e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93003834e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.00000259f));
+    return _mm512_scalef_ps(p, x);
+}
+
 /* A query head stays in bf16: one instruction multiplies 32 pairs. */
 typedef __m512bh query_part;
 #define QUERY_LANES 32
 static inline query_part load_query(const bf16 *source) { return (query_part)_mm512_loadu_si512(source); }
 static inline floats multiply_add(floats sum, query_part query, const bf16 *key) {
     return (floats)_mm512_dpbf16_ps((__m512)sum, query, (query_part)_mm512_loadu_si512(key));
+}
+static inline int any_above(floats v, float limit) {
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+}
+/* e^x for x <= 0; 0 for minus infinity. */
+static inline floats exp_weight(floats x) { return (floats)exp2_vector((__m512)(x * 1.44269504f)); }
+
+/* Adds values [16 tokens, D] times weights [G, 16] to sums [G, D], tokens two by two: one instruction multiplies and
+ * adds 16 pairs. Of each 32 dims a sum has first those with (dim % 8) < 4, then the others; see `in_order`. */
+typedef uint32_t weight_pairs[LANES / 2];
+static inline void keep_weights(weight_pairs pairs, floats weight) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)weight);
+    memcpy(pairs, &rounded, sizeof rounded);
+}
+static inline __attribute__((always_inline)) void add_values(
+    floats sum[][MAX_HEAD_DIM / LANES], const weight_pairs *pairs, const bf16 *values, int count, const bf16 *to_fetch,
+    const int D, const int G) {
+    for (int t = 0; t < count; t += 2, values += 2 * D, to_fetch += 2 * D)
+        for (int i = 0; i < D; i += QUERY_LANES) {
+            __builtin_prefetch(to_fetch + i);
+            __builtin_prefetch(to_fetch + D + i);
+            const __m512i even = _mm512_loadu_si512(values + i);
+            /* What lies after the last token may be anything, even not a number. */
+            const __m512i odd = t + 1 < count ? _mm512_loadu_si512(values + D + i) : _mm512_setzero_si512();
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+            const __m512bh high = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+            for (int g = 0; g < G; g++) {
+                const __m512bh weight = (__m512bh)_mm512_set1_epi32((int)pairs[g][t / 2]);
+                floats *both = sum[g] + i / LANES;
+                both[0] = (floats)_mm512_dpbf16_ps((__m512)both[0], low, weight);
+                both[1] = (floats)_mm512_dpbf16_ps((__m512)both[1], high, weight);
+            }
+        }
+}
+static inline void in_order(const floats *sum, float *out, const int D) {
+    for (int i = 0; i < D; i += QUERY_LANES)
+        for (int part = 0; part < QUERY_LANES; part += 4)
+            memcpy(out + i + part, (const float *)(sum + i / LANES + part / 4 % 2) + part / 8 * 4, 4 * sizeof(float));
 }
 #else
 typedef floats query_part;
@@ -40,6 +88,21 @@ static inline query_part load_query(const bf16 *source) { return load_floats(sou
 static inline floats multiply_add(floats sum, query_part query, const bf16 *key) {
     return sum + query * load_floats(key);
 }
+static inline int any_above(floats v, float limit) { return largest_lane(v) > limit; }
+static inline floats exp_weight(floats x) { return exp_negative(x); }
+typedef float weight_pairs[LANES];
+static inline void keep_weights(weight_pairs weights, floats weight) { memcpy(weights, &weight, sizeof weight); }
+static inline __attribute__((always_inline)) void add_values(
+    floats sum[][MAX_HEAD_DIM / LANES], const weight_pairs *weights, const bf16 *values, int count,
+    const bf16 *to_fetch, const int D, const int G) {
+    for (int t = 0; t < count; t++, values += D, to_fetch += D)
+        for (int i = 0; i < D; i += LANES) {
+            __builtin_prefetch(to_fetch + i);
+            const floats v = load_floats(values + i);
+            for (int g = 0; g < G; g++) sum[g][i / LANES] += weights[g][t] * v;
+        }
+}
+static inline void in_order(const floats *sum, float *out, const int D) { memcpy(out, sum, D * sizeof(float)); }
 #endif
 
 /* One split of one KV head of one sequence: online softmax over its pages, each page read once.
@@ -87,7 +150,7 @@ static inline __attribute__((always_inline)) void attend_split(
             /* With whole blocks, rows after `count` are read too: they belong to the page and are masked below. */
             const int rows = whole_blocks ? LANES : count;
             const ints seen = (lanes >= hidden) & (lanes < count);
-            float weights[MAX_GROUP][LANES];
+            weight_pairs weights[MAX_GROUP];
             for (int g = 0; g < G; g++) {
                 floats dots[LANES];
                 for (int t = 0; t < LANES; t++) {
@@ -105,25 +168,19 @@ static inline __attribute__((always_inline)) void attend_split(
                 if (a->softcap > 0.0f)
                     for (int t = 0; t < LANES; t++) scores[t] = a->softcap * tanhf(scores[t] / a->softcap);
                 scores = choose(seen, scores, (floats){0} - INFINITY);
-                const float peak = largest_lane(scores);
-                if (peak > largest[g]) {
+                if (any_above(scores, largest[g])) {
+                    const float peak = largest_lane(scores);
                     const float shrink = largest[g] == -INFINITY ? 0.0f : exp_negative_one(largest[g] - peak);
                     total[g] *= shrink;
                     for (int i = 0; i < D / LANES; i++) sum[g][i] *= shrink;
                     largest[g] = peak;
                 }
-                const floats weight = choose(seen, exp_negative(scores - largest[g]), (floats){0});
+                const floats weight = choose(seen, exp_weight(scores - largest[g]), (floats){0});
                 total[g] += weight;
-                memcpy(weights[g], &weight, sizeof weight);
+                keep_weights(weights[g], weight);
             }
-            for (int t = hidden; t < count; t++) {
-                for (int d = 0; d < D; d += 32) __builtin_prefetch(values + to_next + (int64_t)(block + t) * D + d);
-                const bf16 *value = values + (int64_t)(block + t) * D;
-                for (int i = 0; i < D / LANES; i++) {
-                    const floats v = load_floats(value + i * LANES);
-                    for (int g = 0; g < G; g++) sum[g][i] += weights[g][t] * v;
-                }
-            }
+            const bf16 *block_values = values + (int64_t)block * D;
+            add_values(sum, weights, block_values, count, block_values + to_next, D, G);
         }
     }
     float *out = a->partial
@@ -131,7 +188,7 @@ static inline __attribute__((always_inline)) void attend_split(
     for (int g = 0; g < G; g++, out += D + 2) {
         out[0] = largest[g];
         out[1] = sum_of_lanes(total[g]);
-        memcpy(out + 2, sum[g], D * sizeof(float));
+        in_order(sum[g], out + 2, D);
     }
 }
 

@@ -207,16 +207,6 @@ static inline __m512 exp_vector(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* 2^x, relative error about 3e-6; 0 for minus infinity. */
-static inline __m512 exp2_vector(__m512 x) {
-    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* x less its floor */
-    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(1.35341456e-2f), _mm512_set1_ps(5.20114920e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.41442746e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93003834e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.00000259f));
-    return _mm512_scalef_ps(p, x);
-}
-
 static inline floats activate(floats x, int activation) {
     /* x / (1 + e^-z), with z = x for SILU. For GELU 0.5 (1 + tanh(z / 2)) is 1 / (1 + e^-z). */
     const floats z = activation == SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216f;
