@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
-LONGEST_MEMORY_BYTES = 64 << 20
+MOST_BYTES = 64 << 20
 """Of all pieces that are remembered."""
 SHORTEST_PIECE = 64
 """Characters. Each piece that is tokenized costs a call."""
@@ -70,7 +70,7 @@ class TokenPieces:
                 return
             self._known[piece] = ids
             self._num_bytes += _size(piece, ids)
-            while self._num_bytes > LONGEST_MEMORY_BYTES:
+            while self._num_bytes > MOST_BYTES:
                 self._num_bytes -= _size(*self._known.popitem(last=False))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,6 +15,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.micro.texts import own_pages
 from engine.config import DTypeName, EngineConfig
 from engine.kv_cache import KvCache
 from engine.loader import load_model
@@ -24,8 +24,6 @@ from engine.model_store import DEFAULT_MODEL, resolve_model
 from engine.sequence import SamplingParams, ScheduledSequence, Sequence, num_pages_for
 from router.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[2]
-TEXTS = ("README.md", "docs/serving.md", "docs/reliability.md", "docs/operations.md", "docs/architecture.md")
 PAGE_SIZE = 16
 FORMS: dict[str, tuple[DTypeName, Literal["none", "int8"]]] = {
     "fp32": ("float32", "none"),
@@ -36,7 +34,7 @@ FORMS: dict[str, tuple[DTypeName, Literal["none", "int8"]]] = {
 
 def windows(tokenizer: Tokenizer, length: int, most: int) -> Iterator[list[int]]:
     """Pieces of the texts, in tokens."""
-    token_ids = [token for name in TEXTS for token in tokenizer.encode((ROOT / name).read_text())]
+    token_ids = [token for page in own_pages() for token in tokenizer.encode(page)]
     for start in range(0, min(len(token_ids) - length, most * length), length):
         yield token_ids[start : start + length]
 

@@ -35,15 +35,17 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.micro.scripted_worker import age_seconds, tokenizer_hash
+from benchmarks.micro.texts import own_pages
 from engine.model_store import DEFAULT_MODEL, resolve_model
 from router_client.clients import AsyncClient
 
 STREAMS = (1, 64, 512)
 PACED_TOKENS = 50
 """Of a paced output: five seconds at a token each 100 ms."""
-LONG_PROMPTS_AT_ONCE = 8
+LONG_PROMPTS_AT_ONCE = 64
+"""Enough that the paced worker, which ends a prompt at its next step, is not the limit."""
 STREAMS_BESIDE = 8
-TURNS = 20
+TURNS, TURN_CHARACTERS = 20, 1750
 
 
 @dataclass(frozen=True)
@@ -164,20 +166,21 @@ def _run_load(arguments: tuple[str, dict[str, Any], int, int, float]) -> dict[st
     return asyncio.run(_load(*arguments))
 
 
-async def _long_prompts(address: str, known_turns: int, seconds: float) -> tuple[int, list[float]]:
+async def _long_prompts(address: str, name: str, known_turns: int, seconds: float) -> tuple[int, list[float]]:
     """Sends prompts of `TURNS` turns, several at once, beside paced streams. Returns their number, and ages of the
-    streams' tokens. known_turns: turns at their beginning that all have in common."""
+    streams' tokens. known_turns: turns at their beginning that all have in common; the rest no prompt has had before,
+    if `name` is new."""
     ages: list[float] = []
-    number, known = 0, conversation(known_turns)
-    prompts = [known + conversation(TURNS - known_turns, number) for number in range(1, 200)]
-    waiting, end = itertools.cycle(prompts), time.monotonic() + seconds
+    number, numbers, conversations = 0, itertools.count(), Conversations()
+    known, end = conversations.turns("known", known_turns), time.monotonic() + seconds
 
     async with AsyncClient(address) as client, AsyncClient(address) as other:
 
         async def keep_asking() -> None:
             nonlocal number
             while time.monotonic() < end:
-                async for _ in client.generate(next(waiting), max_tokens=1, ignore_eos=True):
+                prompt = known + conversations.turns(f"{name}/{next(numbers)}", TURNS - known_turns)
+                async for _ in client.generate(prompt, max_tokens=1, ignore_eos=True):
                     pass
                 number += 1
 
@@ -191,19 +194,23 @@ async def _long_prompts(address: str, known_turns: int, seconds: float) -> tuple
     return number, ages
 
 
-def _run_long_prompts(arguments: tuple[str, int, float]) -> tuple[int, list[float]]:
+def _run_long_prompts(arguments: tuple[str, str, int, float]) -> tuple[int, list[float]]:
     return asyncio.run(_long_prompts(*arguments))
 
 
-def conversation(turns: int, number: int = 0) -> str:
-    """A conversation as text, of turns of about 500 tokens that no other conversation has."""
-    rng = random.Random(number)
-    words = ["sky", "blue", "why", "because", "light", "scatters", "small", "molecules", "of", "the", "air", "and"]
-    text = [
-        f"<|im_start|>{'user' if turn % 2 == 0 else 'assistant'}\n{' '.join(rng.choices(words, k=490))}<|im_end|>\n"
-        for turn in range(turns)
-    ]
-    return "".join(text)
+class Conversations:
+    """Conversations as text, of turns of about 500 tokens. No two turns with different names are alike."""
+
+    def __init__(self) -> None:
+        self._text = "\n".join(own_pages()).replace("<|", "")
+
+    def turns(self, name: str, number: int) -> str:
+        """Some turns."""
+        return "".join(self._turn(f"{name}/{turn}", ("user", "assistant")[turn % 2]) for turn in range(number))
+
+    def _turn(self, name: str, role: str) -> str:
+        start = random.Random(name).randrange(len(self._text) - TURN_CHARACTERS)
+        return f"<|im_start|>{role}\n{name} {self._text[start : start + TURN_CHARACTERS]}<|im_end|>\n"
 
 
 def long_prompts(model: Path, seconds: float, step_ms: float, console: Console) -> None:
@@ -216,9 +223,9 @@ def long_prompts(model: Path, seconds: float, step_ms: float, console: Console) 
         with running_router(model, step_ms, worker_flags=("--max-model-len", "16384")) as info:
             router = psutil.Process(info["pid"])
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                pool.map(_run_long_prompts, [(info["address"], TURNS - 1, 0.2)])
+                pool.map(_run_long_prompts, [(info["address"], "first", TURNS - 1, 0.2)])
                 before, started = router.cpu_times(), time.monotonic()
-                [(number, ages)] = pool.map(_run_long_prompts, [(info["address"], known_turns, seconds)])
+                [(number, ages)] = pool.map(_run_long_prompts, [(info["address"], "measured", known_turns, seconds)])
                 after, elapsed = router.cpu_times(), time.monotonic() - started
         cpu = (after.user + after.system) - (before.user + before.system)
         added = np.percentile(np.asarray(ages) * 1e3, [50, 99])
@@ -277,8 +284,8 @@ def main(model: str = DEFAULT_MODEL, seconds: float = 5.0, max_tokens: int = 200
     console.print(table)
     console.print(f"added: from worker to client, at one token each {step_ms:.0f} ms per stream", highlight=False)
     console.print(
-        "of bare gRPC: tokens per CPU-s against a server that streams one ready-made message per token; "
-        "above 1 where the router joins tokens that wait",
+        "of bare gRPC: against a server that streams one ready-made message per token, tokens per CPU-s at full speed "
+        "(above 1 where the router joins tokens that wait), and CPU-µs per token paced",
         highlight=False,
     )
     long_prompts(folder, seconds, step_ms, console)

@@ -17,7 +17,6 @@
 #define SOFTMAX_ROWS 16      /* rows whose weights are computed together */
 #define LEAST_SCORE -1e30f  /* before any key */
 #define INPUT_BYTES (1 << 20) /* inputs of a product that should stay in the second cache */
-#define FLUSH_DENORMALS 0x8040 /* MXCSR: as inputs and as results. Microcode computes them: 40 % of a chunk's time */
 #define FEW_ROWS 8          /* so few rows are normed by each thread for itself, which saves a phase */
 
 typedef struct {
@@ -194,23 +193,10 @@ static void add_normed_branch(const Worker *w, const float *weight) {
 
 /* Products. */
 
-/* e^x, relative error about 2e-7; 0 below -104. */
-static inline __m512 exp_vector(__m512 x) {
-    const __m512 y = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-151.0f));
-    const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(y, n);
-    __m512 p = _mm512_fmadd_ps(f, _mm512_set1_ps(1.33335581e-3f), _mm512_set1_ps(9.61812910e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041086e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147182e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
-}
-
 static inline floats activate(floats x, int activation) {
     /* x / (1 + e^-z), with z = x for SILU. For GELU 0.5 (1 + tanh(z / 2)) is 1 / (1 + e^-z). */
     const floats z = activation == SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216f;
-    return x / ((floats)exp_vector((__m512)-z) + 1.0f);
+    return x / ((floats)exp2_vector((__m512)(z * -LOG2_E)) + 1.0f);
 }
 
 typedef enum { TO_BF16, TO_FP32, ADD_TO_FP32, GATED } Finish;
@@ -431,7 +417,7 @@ static inline int tokens_per_block(const Decoder *d) {
 /* cap * tanh(x / cap), from e^-2|x / cap|. */
 static inline __m512 cap(__m512 x, float most) {
     const __m512 one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp_vector(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f / most)));
+    const __m512 e = exp2_vector(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2.0f * LOG2_E / most)));
     const __m512 tanh = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
     const __m512 size = _mm512_mul_ps(tanh, _mm512_set1_ps(most));
     return _mm512_mask_sub_ps(size, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), size);
@@ -519,7 +505,7 @@ static void attend_block(const Worker *w, const Layer *layer, int sequence, int 
     const int64_t row = (int64_t)(d->num_heads + 2 * d->num_kv_heads) * D;
     const int64_t padded_keys = (int64_t)num_key_blocks(s, sequence) * CHUNK_KEYS;
     const bf16 *keys = packed_head(w, sequence, head), *values = keys + padded_keys * D;
-    const float log2_scale = 1.44269504f * (layer->softcap > 0.0f ? 1.0f : layer->scaling);
+    const float log2_scale = LOG2_E * (layer->softcap > 0.0f ? 1.0f : layer->scaling);
     bf16 query[TILE_ROWS * MAX_HEAD_DIM] __attribute__((aligned(64)));
     bf16 weights[2 * SOFTMAX_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
     float scores[2 * SOFTMAX_ROWS * CHUNK_KEYS] __attribute__((aligned(64)));
@@ -674,12 +660,11 @@ void kvferry_run_layers(const Decoder *d, const Step *s) {
     {
         const Worker worker = {d, s, &team, omp_get_thread_num()};
         const TileConfig before = begin_amx();
-        const unsigned csr = _mm_getcsr();
-        _mm_setcsr(csr | FLUSH_DENORMALS);
+        const unsigned mode = flush_denormals();
 #pragma omp single
         team.num_threads = omp_get_num_threads(); /* may be fewer than asked for */
         for (int index = s->first_layer; index < s->last_layer; index++) run_layer(&worker, index);
-        _mm_setcsr(csr);
+        restore_mode(mode);
         end_amx(before);
     }
 }

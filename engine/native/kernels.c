@@ -6,11 +6,13 @@ void kvferry_attend_decode(const Attention *a) {
     const int tasks = a->num_sequences * a->num_heads * a->splits;
 #pragma omp parallel
     {
+        const unsigned mode = flush_denormals();
 #pragma omp for schedule(dynamic)
         for (int task = 0; task < tasks; task++) attend_task(a, task);
 #pragma omp for
         for (int task = 0; task < a->num_sequences * a->num_heads; task++)
             join_splits(a, task / a->num_heads, task % a->num_heads);
+        restore_mode(mode);
     }
 }
 

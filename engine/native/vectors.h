@@ -27,6 +27,7 @@ static inline bf16 to_bf16(float f) {
 }
 
 #define LANES 16
+#define LOG2_E 1.44269504f
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
@@ -42,7 +43,7 @@ static inline floats choose(ints condition, floats yes, floats no) {
 
 /* e^x for x <= 0, relative error about 2e-7: 2^n * 2^f with a polynomial for f in [-1, 0]. */
 static inline floats exp_negative(floats x) {
-    floats y = x * 1.44269504f;
+    floats y = x * LOG2_E;
     y = choose(y < -126.0f, (floats){0} - 126.0f, y);
     const ints n = __builtin_convertvector(y, ints); /* towards zero */
     const floats f = y - __builtin_convertvector(n, floats);

@@ -207,6 +207,14 @@ def test_what_lies_in_hidden_places_does_not_matter_even_nan(folder_of):
     assert torch.equal(*results)
 
 
+def test_denormal_numbers_of_others_stay_what_they_are(folder_of):
+    rig = Rig(load(folder_of("llama")))
+    sequence = rig.sequence(random_prompt(41))
+    rig.step((sequence, 40))
+    rig.step((sequence, 1))
+    assert (torch.full((100_000,), 1e-40) * 1.5 > 0).all()
+
+
 def test_logits_of_whole_prompts(folder_of):
     loaded, plain = load(folder_of("llama")), load(folder_of("llama"), attention="torch")
     pieces = []

@@ -70,19 +70,33 @@ def test_steps_equal_plain_torch(page_size, heads, group, head_dim, window, soft
     assert torch.equal(caches[0].tensor, caches[1].tensor), "keys and values are stored at the same places"
 
 
-@pytest.mark.parametrize("make", [TorchPagedAttention, lambda cache: native_attention(cache, 9)])
-def test_what_lies_in_hidden_places_does_not_matter_even_nan(make):
-    """Tails of reused pages, and the page that pads short tables, may hold anything."""
+@pytest.mark.parametrize(
+    ("make", "window"),
+    [(TorchPagedAttention, None), *((lambda cache: native_attention(cache, 9), window) for window in (None, 4, 7))],
+)
+def test_what_lies_in_hidden_places_does_not_matter_even_nan(make, window):
+    """Tails of reused pages, and the page that pads short tables, may hold anything. For our kernel, what lies before a
+    window too."""
     batch, num_pages = make_batch(16, [5, 40])
     cache = KvCache(num_pages, 16, KvShape(1, 3, 64), torch.bfloat16)
     cache.tensor.fill_(float("nan"))
     for entry in batch:
-        for position in range(entry.sequence.num_computed_tokens):
+        num_tokens = entry.sequence.num_computed_tokens + 1
+        for position in range(0 if window is None else max(0, num_tokens - window), num_tokens - 1):
             page = entry.sequence.page_table[position // 16]
             cache.tensor[page, :, :, :, position % 16] = 1.0
     query, key = torch.ones(2, 9, 64).bfloat16(), torch.ones(2, 3, 64).bfloat16()
-    found = make(cache).plan(batch).attend(0, query, key, key, AttentionOptions(0.125))
+    found = make(cache).plan(batch).attend(0, query, key, key, AttentionOptions(0.125, window))
     assert torch.equal(found, torch.ones_like(found))
+
+
+def test_denormal_numbers_of_others_stay_what_they_are():
+    """The kernel flushes its own to 0, since microcode computes them; afterwards its threads do as before."""
+    batch, num_pages = make_batch(16, [40])
+    cache = KvCache(num_pages, 16, KvShape(1, 3, 64), torch.bfloat16)
+    query, key = torch.randn(1, 9, 64).bfloat16(), torch.randn(1, 3, 64).bfloat16()
+    native_attention(cache, 9).plan(batch).attend(0, query, key, key, AttentionOptions(0.125))
+    assert (torch.full((100_000,), 1e-40) * 1.5 > 0).all()
 
 
 def test_threads_do_not_change_the_result():

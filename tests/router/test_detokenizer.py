@@ -70,6 +70,22 @@ def test_pieces_join_to_the_whole_and_never_show_half_a_character(text, name, to
 
 
 @pytest.mark.parametrize("name", ["bytes", "byte-level", "fallback", "metaspace"])
+@given(parts=st.lists(st.sampled_from(TEXTS), min_size=1, max_size=3), rng=st.randoms())
+def test_tokens_that_come_together_give_the_same_text(name, tokenizers, parts, rng):
+    """Tokens that waited for a slow client are read at once."""
+    tokenizer = tokenizers[name]
+    ids = tokenizer.encode("".join(parts))
+    for one_by_one, several in zip(both(tokenizer), both(tokenizer), strict=True):
+        expected = "".join(one_by_one.add([token]) for token in ids) + one_by_one.finish()
+        pieces, at = [], 0
+        while at < len(ids):
+            count = rng.randint(1, 9)
+            pieces.append(several.add(ids[at : at + count]))
+            at += count
+        assert "".join(pieces) + several.finish() == expected
+
+
+@pytest.mark.parametrize("name", ["bytes", "byte-level", "fallback", "metaspace"])
 def test_ascii_text_is_never_held_back(name, tokenizers):
     """Casebook C006."""
     tokenizer = tokenizers[name]

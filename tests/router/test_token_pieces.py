@@ -119,7 +119,7 @@ def test_of_a_conversation_only_new_turns_are_tokenized(real_model):
 
 
 def test_memory_is_bounded_and_threads_agree(tokenizers, monkeypatch):
-    monkeypatch.setattr(token_pieces, "LONGEST_MEMORY_BYTES", 20_000)
+    monkeypatch.setattr(token_pieces, "MOST_BYTES", 20_000)
     tokenizer = tokenizers["real"]
     whole = plain_ids(tokenizer)
     pieces = TokenPieces(tokenizer, whole)

@@ -3,9 +3,13 @@
 import math
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
+from engine.kv_cache import KvCache
 from engine.loader import load_model
+from engine.model_runner import ModelRunner
+from worker_runtime import token_budget
 from worker_runtime.token_budget import (
     LARGEST,
     SMALLEST,
@@ -68,6 +72,41 @@ def test_larger_chunks_are_not_measured_without_need():
     assert budget_for_prompts(seconds, 8192) == 64
     assert budget_beside_decodes(seconds, 8192) == SMALLEST
     assert max(asked) <= 128
+
+
+@pytest.mark.parametrize("fitting", [0, 64, 100, 300])
+def test_a_chunk_that_does_not_fit_into_memory_is_not_chosen(fitting):
+    def seconds(size):
+        return 0.001 if size <= fitting else math.inf
+
+    largest = max([SMALLEST, *(size for size in (64, 128, 256) if size <= fitting)])
+    assert budget_for_prompts(seconds, 8192) == largest
+    if fitting:
+        assert budget_beside_decodes(seconds, 8192) == largest
+
+
+def test_steps_out_of_memory_and_slow_steps_end_the_measuring(tiny_model, monkeypatch):
+    config = EngineConfig(model=str(tiny_model("llama")), device="cpu", max_model_len=300)
+    loaded = load_model(config)
+    sizes = []
+
+    def run(runner, batch):
+        sizes.append(batch[0].num_new_tokens)
+        if sizes[-1] > 64:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    monkeypatch.setattr(token_budget.time, "perf_counter", lambda: len(sizes) * 10.0)
+    assert measured_token_budget(loaded, config, is_mixed=False, num_decodes=500) == 64
+    assert sizes == [64, 128]
+
+
+def test_no_more_pages_are_used_than_the_pool_is_to_have(tiny_model, monkeypatch):
+    config = EngineConfig(model=str(tiny_model("llama")), device="cpu", num_pages=10)
+    loaded, made = load_model(config), []
+    monkeypatch.setattr(token_budget, "KvCache", lambda *given: made.append(given[0]) or KvCache(*given))
+    assert measured_token_budget(loaded, config, is_mixed=False, num_decodes=0) <= 160
+    assert made == [10]
 
 
 def test_it_is_measured_with_the_model_and_leaves_room_beside_decodes(tiny_model):
